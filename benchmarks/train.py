@@ -1,0 +1,175 @@
+"""One ordinary training loop, and what changes in it when workers average parameters.
+
+    python -m benchmarks.train                                        # one worker
+    torchrun --nproc-per-node 4 -m benchmarks.train --method dppf     # four of them
+
+`one_epoch` is the loop of any PyTorch program and is the same for every method. The methods part in
+`distribute`: for `sync` the model is wrapped (DDP averages gradients in every step), for all others
+the optimizer is. The model to judge in the end is the mean of the workers, which
+`optimizer.averaged()` puts in place (see evaluate.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from tqdm import tqdm
+
+from benchmarks import data, record, report
+from benchmarks.data import Split, load, steps_per_epoch
+from benchmarks.evaluate import quality, traffic
+from benchmarks.launch import Worker, launch
+from benchmarks.models import build
+from benchmarks.options import parse
+from benchmarks.recipes import recipe
+from consensus_opt import ConsensusOptimizer
+from consensus_opt.telemetry import JsonLines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says, in as many processes as the launcher started."""
+    options = parse(arguments)
+    with launch(options.device) as worker:
+        train(options, worker)
+
+
+def train(options: Namespace, worker: Worker) -> None:
+    """Train one model on all workers, measure it after each epoch, and write it all down."""
+    begun = time.perf_counter()
+    out = record.prepare(Path(options.out), worker.first)
+    split = load(options.data, options.data_dir, limit=options.limit, downsample=options.downsample)
+    split = split.to(worker.device)
+    torch.manual_seed(options.seed)
+    model = build(options.model, split, options.norm).to(worker.device)
+    steps = options.epochs * steps_per_epoch(len(split.train_x), options.batch_size, worker.size)
+    network, optimizer = distribute(model, options, worker, steps)
+    scheduler = LambdaLR(optimizer, lr_factor(options.lr_schedule, options.warmup, steps))
+
+    seconds = 0.0
+    with tqdm(total=steps, desc=options.method, disable=None if worker.first else True) as bar:
+        for epoch in range(1, options.epochs + 1):
+            mine = shard(split, options, worker, epoch)
+            started = time.perf_counter()
+            loss = one_epoch(network, optimizer, scheduler, mine, bar)
+            seconds += time.perf_counter() - started
+            done = record.Epoch(
+                epoch=epoch,
+                step=scheduler.last_epoch,
+                lr=float(scheduler.get_last_lr()[0]),
+                train_loss=worker.mean(loss),
+                train_seconds=seconds,
+                **traffic(optimizer, model, scheduler.last_epoch, worker),
+                **quality(model, optimizer, split, worker),
+            )
+            bar.set_postfix_str(f"loss {done.train_loss:.3f}, accuracy {done.test_accuracy:.1%}")
+            if worker.first:
+                record.append(out, done)
+            if not math.isfinite(done.train_loss):
+                break
+    if worker.first:
+        finish(out, done, options, worker, model, time.perf_counter() - begun)
+
+
+def distribute(
+    model: nn.Module, options: Namespace, worker: Worker, steps: int
+) -> tuple[nn.Module, Optimizer]:
+    """What to call and what to step, so that the workers train one model together."""
+    optimizer = SGD(
+        model.parameters(),
+        lr=options.lr,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        weight_decay=options.weight_decay,
+    )
+    if options.method == "sync":
+        return (model if worker.size == 1 else DistributedDataParallel(model)), optimizer
+    return model, ConsensusOptimizer(
+        optimizer,
+        recipe(options, steps),
+        model=model,
+        total_steps=steps,
+        telemetry=JsonLines(Path(options.out) / record.ROUNDS) if worker.first else None,
+    )
+
+
+def one_epoch(
+    network: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    bar: tqdm[NoReturn],
+) -> float:
+    """Train on this worker's batches of one epoch; returns the mean of their losses."""
+    network.train()
+    losses = []
+    for images, labels in batches:
+        loss = F.cross_entropy(network(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        bar.update()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean().item()
+
+
+def shard(
+    split: Split, options: Namespace, worker: Worker, epoch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This worker's batches of an epoch: the same number on every worker, no image twice."""
+    for part in data.batches(
+        len(split.train_x),
+        options.batch_size,
+        rank=worker.rank,
+        size=worker.size,
+        seed=options.seed,
+        epoch=epoch,
+    ):
+        yield split.train_x[part], split.train_y[part]
+
+
+def lr_factor(schedule: str, warmup: float, steps: int) -> Callable[[int], float]:
+    """Learning rate as a multiple of the highest: a linear warm-up, then `schedule`."""
+    ramp = max(1, round(warmup * steps))
+
+    def factor(step: int) -> float:
+        start = min(1.0, (step + 1) / ramp)
+        if schedule == "step":
+            return start * 0.1 ** ((2 * step >= steps) + (4 * step >= 3 * steps))
+        if schedule == "cosine":
+            return start * (1 + math.cos(math.pi * step / steps)) / 2
+        return start
+
+    return factor
+
+
+def finish(
+    out: Path,
+    last: record.Epoch,
+    options: Namespace,
+    worker: Worker,
+    model: nn.Module,
+    seconds: float,
+) -> None:
+    """Write the result and the report, and print what a reader wants to know first."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    result = record.result(last, options, worker.size, worker.engine, parameters, seconds)
+    record.write(out, result)
+    report.draw({options.method: record.read_metrics(out)}, out / record.REPORT)
+    print(report.summary(result))
+    print(f"files           {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

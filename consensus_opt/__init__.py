@@ -1,0 +1,45 @@
+"""Consensus control for decentralized training: wrap the optimizer that you have.
+
+The way through the package: :class:`ConsensusOptimizer` counts steps and, when a *timing* says so,
+forms an *average* with other workers over a *transport* and lets a *force* move the parameters. A
+*method* is a value that names these parts.
+"""
+
+from consensus_opt.averaging import AllReduce, Gossip
+from consensus_opt.control import Fixed
+from consensus_opt.errors import PeerError, RankMismatchError
+from consensus_opt.forces import Force
+from consensus_opt.methods import Method, dppf, gossip_sgd, local_sgd, post_local, quadratic_sync
+from consensus_opt.optimizer import ConsensusOptimizer
+from consensus_opt.telemetry import JsonLines, RoundRecord, TensorBoard
+from consensus_opt.timing import Every, PostLocal, QuadraticSync
+from consensus_opt.topology import MixingMatrix, Topology
+from consensus_opt.transport import StackedTransport, Transport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "ConsensusOptimizer",
+    "Every",
+    "Fixed",
+    "Force",
+    "Gossip",
+    "JsonLines",
+    "Method",
+    "MixingMatrix",
+    "PeerError",
+    "PostLocal",
+    "QuadraticSync",
+    "RankMismatchError",
+    "RoundRecord",
+    "StackedTransport",
+    "TensorBoard",
+    "Topology",
+    "Transport",
+    "dppf",
+    "gossip_sgd",
+    "local_sgd",
+    "post_local",
+    "quadratic_sync",
+]

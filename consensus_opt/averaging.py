@@ -1,0 +1,112 @@
+"""How the consensus variable x_C is formed from the other workers.
+
+An average works on the flat buffers of one worker (or of stacked workers), one for each dtype. It
+either replaces them, which needs no memory, or leaves them and writes x_C beside them, which lets
+the force see both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from consensus_opt.topology import MixingMatrix, Topology
+from consensus_opt.transport import Transport
+
+
+class Average(Protocol):
+    """A rule that forms x_C."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether x_C is the mean x_A itself."""
+
+    def validate(self, size: int) -> None:
+        """Raise ``ValueError`` if the rule does not fit this number of workers."""
+
+    def mixing(self, size: int, exchange: int) -> MixingMatrix | None:
+        """Return the matrix of exchange number ``exchange``; None where all average with all."""
+
+    def form(
+        self,
+        flats: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        transport: Transport,
+        first: int,
+        exchanges: int,
+    ) -> None:
+        """Write x_C of ``flats`` to ``outs``, which may be the same tensors.
+
+        Args:
+            flats: Buffers of shape ``batch + (P,)``.
+            outs: Buffers of the same shapes.
+            transport: The way to the other workers.
+            first: Number of exchanges made so far: the phase of a time-varying topology.
+            exchanges: How many exchanges to make now.
+        """
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The mean over all workers: ``x_C = x_A``."""
+
+    exact = True
+
+    def validate(self, size: int) -> None:
+        """Accept any number of workers."""
+
+    def mixing(self, size: int, exchange: int) -> MixingMatrix | None:
+        """Return None: all average with all."""
+        return None
+
+    def form(
+        self,
+        flats: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        transport: Transport,
+        first: int,
+        exchanges: int,
+    ) -> None:
+        """All-reduce the buffers; further exchanges would change nothing."""
+        started = []
+        for flat, out in zip(flats, outs, strict=True):
+            if out is not flat:
+                out.copy_(flat)
+            started.append(transport.start_mean(out))
+        for pending in started:
+            pending.wait()
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """A weighted mean over the neighbours in a graph: ``x_C = sum_j W[m, j] x_j``."""
+
+    topology: Topology
+    exact = False
+
+    def validate(self, size: int) -> None:
+        """Raise ``ValueError`` if the topology does not fit this number of workers."""
+        self.topology.validate(size)
+
+    def mixing(self, size: int, exchange: int) -> MixingMatrix | None:
+        """Return the topology's matrix in this phase."""
+        return self.topology.mixing(size, exchange)
+
+    def form(
+        self,
+        flats: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        transport: Transport,
+        first: int,
+        exchanges: int,
+    ) -> None:
+        """Exchange with the neighbours; every exchange but the first starts from ``outs``."""
+        source = flats
+        for phase in range(first, first + exchanges):
+            mixing = self.topology.mixing(transport.size, phase)
+            for flat, out in zip(source, outs, strict=True):
+                transport.exchange(flat, mixing, out)
+            source = outs

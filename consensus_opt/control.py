@@ -1,0 +1,17 @@
+"""How many exchanges a round makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from consensus_opt.timing import positive_int
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same number of exchanges in every round."""
+
+    exchanges: int = 1
+
+    def __post_init__(self) -> None:
+        positive_int(self.exchanges, "exchanges", "gossip_sgd('ring', exchanges=2)")

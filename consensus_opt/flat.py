@@ -1,0 +1,208 @@
+"""The model as a few flat buffers, one for each device and dtype (contract C6).
+
+Parameters become views of the buffer, so that averaging the buffer averages the model, with no
+copy in or out. A view keeps the strides of its parameter: channels_last and transposed weights
+stay as they are. A parameter that must keep its own memory (it shares storage with something else,
+or its memory has gaps) is *packed*: copied in before a round, and back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Member = tuple[Tensor, int, int]
+"""A tensor, and where its part of the flat vector starts and ends."""
+
+
+@dataclass
+class _Buffer:
+    flat: Tensor
+    viewed: list[Member]
+    packed: list[Member]
+    owned: bool
+
+    def __post_init__(self) -> None:
+        self.pointers = [tensor.data_ptr() for tensor, _, _ in self.viewed]
+
+
+class FlatParameters:
+    """Some tensors, laid out as flat vectors.
+
+    Args:
+        tensors: Parameters of any shapes, strides, devices and dtypes. For stacked workers each
+            has the shape ``batch + shape``.
+        batch: Leading shape, ``()`` or ``(n,)``.
+        views: Turn the tensors into views of the buffers where that is possible. Without it all of
+            them are packed, and stay as they are.
+
+    Attributes:
+        buffers: One real tensor of shape ``batch + (P,)`` for each (device, dtype), in the order
+            of first appearance. Complex tensors appear as pairs of reals.
+
+    Raises:
+        ValueError: If a tensor lacks the leading shape ``batch``.
+        TypeError: If a tensor is sparse, or sharded (a DTensor).
+    """
+
+    def __init__(
+        self, tensors: Iterable[Tensor], batch: tuple[int, ...] = (), views: bool = True
+    ) -> None:
+        self._batch, self._views = batch, views
+        self.tensors = list(tensors)
+        for tensor in self.tensors:
+            _check(tensor, batch)
+        shared = _shared_storages(self.tensors)
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in self.tensors:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        self._buffers = [
+            self._build(group, [t for t in group if views and _can_view(t, batch, shared)])
+            for group in groups.values()
+        ]
+        self.buffers = [_as_real(buffer.flat) for buffer in self._buffers]
+
+    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether these are still the same tensors, and still views of the buffers."""
+        if len(tensors) != len(self.tensors):
+            return False
+        if any(a is not b for a, b in zip(tensors, self.tensors, strict=True)):
+            return False
+        return all(
+            tensor.data_ptr() == pointer and tensor.dtype == buffer.flat.dtype
+            for buffer in self._buffers
+            for (tensor, _, _), pointer in zip(buffer.viewed, buffer.pointers, strict=True)
+        ) and all(
+            tensor.dtype == buffer.flat.dtype and tensor.device == buffer.flat.device
+            for buffer in self._buffers
+            for tensor, _, _ in buffer.packed
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of real values of one worker's vector."""
+        return sum(buffer.shape[-1] for buffer in self.buffers)
+
+    def pack(self) -> None:
+        """Copy the packed tensors into the buffers."""
+        for buffer in self._buffers:
+            for tensor, start, end in buffer.packed:
+                part = buffer.flat[..., start:end]
+                part.view(tensor.shape).copy_(tensor.detach())
+
+    def unpack(self) -> None:
+        """Copy the packed tensors back from the buffers."""
+        for buffer in self._buffers:
+            for tensor, start, end in buffer.packed:
+                tensor.detach().copy_(buffer.flat[..., start:end].view(tensor.shape))
+
+    def release(self) -> None:
+        """Give every viewed tensor memory of its own again."""
+        for buffer in (b for b in self._buffers if b.owned):
+            for tensor, _, _ in buffer.viewed:
+                tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+
+    def _build(self, group: list[Tensor], viewable: list[Tensor]) -> _Buffer:
+        members, width = self._place(group)
+        if self._views and (memory := _already_flat(members, width, self._batch)) is not None:
+            return _Buffer(memory, members, [], owned=False)
+        ids = {id(tensor) for tensor in viewable}
+        viewed = [member for member in members if id(member[0]) in ids]
+        packed = [member for member in members if id(member[0]) not in ids]
+        flat = group[0].new_empty((*self._batch, width), requires_grad=False)
+        for tensor, start, _ in viewed:
+            view = flat.as_strided(tensor.shape, _strides(tensor, width, self._batch), start)
+            view.copy_(tensor.detach())
+            tensor.data = view
+        return _Buffer(flat, viewed, packed, owned=True)
+
+    def _place(self, group: list[Tensor]) -> tuple[list[Member], int]:
+        members, width = [], 0
+        for tensor in group:
+            length = _row(tensor, self._batch).numel()
+            members.append((tensor, width, width + length))
+            width += length
+        return members, width
+
+
+def _check(tensor: Tensor, batch: tuple[int, ...]) -> None:
+    if hasattr(tensor, "to_local"):
+        raise TypeError(
+            f"a parameter of shape {tuple(tensor.shape)} is a DTensor, a piece of a sharded model, "
+            "and ConsensusOptimizer takes whole replicas; wrap the model with DDP or nothing"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"a parameter has layout {tensor.layout}, and only strided (dense) parameters can be "
+            "averaged; use parameter.to_dense()"
+        )
+    if tuple(tensor.shape[: len(batch)]) != batch:
+        raise ValueError(
+            f"a parameter has shape {tuple(tensor.shape)}, and StackedTransport{batch} needs one "
+            f"row a worker, the shape {batch} + (...); stack the workers' parameters first"
+        )
+
+
+def _can_view(tensor: Tensor, batch: tuple[int, ...], shared: set[int]) -> bool:
+    """Tell whether the tensor alone fills its memory without gaps, row after row."""
+    storage = tensor.untyped_storage()
+    row = _row(tensor, batch)
+    return (
+        tensor.numel() > 0
+        and storage.data_ptr() not in shared
+        and storage.nbytes() == tensor.numel() * tensor.element_size()
+        and _is_dense(row)
+        and tensor.stride()[: len(batch)] == (row.numel(),) * len(batch)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _shared_storages(tensors: Sequence[Tensor]) -> set[int]:
+    """Return the addresses of memory that holds more than one of the tensors."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for tensor in tensors:
+        pointer = tensor.untyped_storage().data_ptr()
+        (twice if pointer in seen else seen).add(pointer)
+    return twice
+
+
+def _already_flat(members: list[Member], width: int, batch: tuple[int, ...]) -> Tensor | None:
+    """Return the memory that the members already fill one after the other, if they do."""
+    first = members[0][0]
+    base, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for tensor, start, _ in members:
+        if (
+            tensor.untyped_storage().data_ptr() != storage
+            or tensor.storage_offset() != base + start
+            or tensor.stride() != _strides(tensor, width, batch)
+            or not _is_dense(_row(tensor, batch))
+        ):
+            return None
+    return first.detach().as_strided((*batch, width), (width,) * len(batch) + (1,), base)
+
+
+def _row(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """Return one worker's part of a tensor."""
+    return tensor.detach()[(0,) * len(batch)]
+
+
+def _strides(tensor: Tensor, width: int, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of the tensor once its rows are ``width`` elements apart."""
+    return (width,) * len(batch) + tensor.stride()[len(batch) :]
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).flatten(-2) if flat.is_complex() else flat

@@ -1,0 +1,117 @@
+"""Pull toward x_C and push away from it, as pure functions on flat tensors.
+
+    x <- x + alpha (x_C - x) + lambda (x - x_C) / r,    r = ||x - x_C||
+
+Both lie on one line, so they are one interpolation: ``x <- x + (alpha - lambda / r) (x_C - x)``.
+The radius then obeys ``r' = |(1 - alpha) r + lambda|`` and settles at ``lambda / alpha``.
+
+Source: Dimlioglu & Choromanska, "Communication-Efficient Distributed Training for Collaborative
+Flat Optima Recovery in Deep Learning" (DPPF), arXiv 2507.20424. Where gossip hides the mean, its
+average stands for it; and where ``r`` is lost in rounding the direction is undefined, so that there
+is no push (both decided here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from consensus_opt.schedules import Constant, Schedule
+from consensus_opt.transport import arithmetic_dtype
+
+_CHUNK = {"cpu": 1 << 17}
+"""Elements that fit in the cache together with their difference; elsewhere launches cost more."""
+_CHUNK_ELSEWHERE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Force:
+    """Strengths of pull (alpha) and push (lambda, in units of the parameters) over training.
+
+    Raises:
+        ValueError: If the pull leaves (0, 1] or the push is negative at any time.
+    """
+
+    pull: Schedule = Constant(1.0)
+    push: Schedule = Constant(0.0)
+
+    def __post_init__(self) -> None:
+        low, high = self.pull.bounds
+        if not (0 < low and high <= 1):
+            raise ValueError(
+                f"the pull alpha must stay in (0, 1], and goes from {low} to {high}; "
+                "write dppf(alpha=0.1), or local_sgd(...) for hard averaging (alpha = 1)"
+            )
+        low, high = self.push.bounds
+        if not (0 <= low and high < float("inf")):
+            raise ValueError(
+                f"the push lambda must be a finite number of at least 0, and goes from {low} to "
+                f"{high}; write dppf(lam=0.5), which settles at the valley width lam / alpha"
+            )
+
+
+def squared_distance(flats: Sequence[Tensor], centres: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ``||x - c||^2`` and the largest value of it that rounding alone can make.
+
+    Sums run in at least fp32 within chunks and in fp64 over them, in one pass over memory.
+
+    Args:
+        flats: Buffers of shape ``batch + (P,)``.
+        centres: Buffers of the same shapes.
+
+    Returns:
+        Two fp64 tensors of shape ``batch``. The second is ``sum (8 eps ||c||)^2`` over the
+        buffers, with the machine epsilon of each buffer's dtype.
+    """
+    squared, floor = [], []
+    for flat, centre in zip(flats, centres, strict=True):
+        rows = flat.reshape(-1, flat.shape[-1]), centre.reshape(-1, centre.shape[-1])
+        sums = torch.stack([_row_sums(x, c) for x, c in zip(*rows, strict=True)])
+        sums = sums.reshape(*flat.shape[:-1], 2)
+        squared.append(sums[..., 0])
+        floor.append(sums[..., 1] * (8 * torch.finfo(flat.dtype).eps) ** 2)
+    return _total(squared), _total(floor)
+
+
+def line_weight(squared: Tensor, floor: Tensor, pull: float, push: float) -> Tensor:
+    """Return ``alpha - lambda / r``, or ``alpha`` where r is lost in rounding; shape ``batch``."""
+    safe = torch.where(squared > floor, squared, torch.inf)
+    return pull - push / safe.sqrt()
+
+
+def move(flats: Sequence[Tensor], centres: Sequence[Tensor], weight: Tensor) -> None:
+    """Compute ``x <- x + weight (c - x)`` in place, with one weight a worker, shape ``batch``."""
+    for flat, centre in zip(flats, centres, strict=True):
+        scale = weight.to(flat.device, arithmetic_dtype(flat.dtype))
+        if flat.dim() == 1:
+            flat.lerp_(centre, scale.item())
+        else:
+            flat.lerp_(centre, scale.to(flat.dtype).unsqueeze(-1))
+
+
+def _row_sums(x: Tensor, c: Tensor) -> Tensor:
+    """Return ``[||x - c||^2, ||c||^2]`` of two vectors."""
+    sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for part, centre in _chunks(x, c):
+        difference = part - centre
+        sums[0] += torch.dot(difference, difference)
+        sums[1] += torch.dot(centre, centre)
+    return sums
+
+
+def _chunks(x: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    wide = arithmetic_dtype(x.dtype)
+    length = _CHUNK.get(x.device.type, _CHUNK_ELSEWHERE)
+    for part, centre in zip(x.split(length), c.split(length), strict=True):
+        yield part.to(wide), centre.to(wide)
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    """Add values that may lie on different devices."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part.to(total.device)
+    return total

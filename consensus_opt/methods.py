@@ -1,0 +1,129 @@
+"""Methods: values made of four orthogonal parts, and the named recipes.
+
+*When* a round is due (timing), *what* the workers form together (average), *how* they move with
+regard to it (force), and *how much* they exchange (control). A method has no code of its own: a new
+recipe is a new combination.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx  # type: ignore[import-untyped]
+
+from consensus_opt.averaging import AllReduce, Average, Gossip
+from consensus_opt.control import Fixed
+from consensus_opt.forces import Force
+from consensus_opt.schedules import Schedule, schedule
+from consensus_opt.timing import Every, PostLocal, QuadraticSync, Timing
+from consensus_opt.topology import Topology, topology
+
+AnyTopology = str | nx.Graph | Topology
+"""A topology, its name, or a networkx graph over the ranks."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One point in the space of methods.
+
+    Attributes:
+        timing: When a round is due.
+        average: How the consensus variable x_C is formed.
+        force: Pull toward x_C and push away from it.
+        control: How many exchanges a round makes.
+    """
+
+    timing: Timing = Every(1)
+    average: Average = AllReduce()
+    force: Force = Force()
+    control: Fixed = Fixed(1)
+
+
+def local_sgd(period: int) -> Method:
+    """Local SGD: every ``period`` steps all workers take their mean, ``x_m <- x_A``.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+
+    Args:
+        period: Steps between rounds (tau), at least 1.
+    """
+    return Method(timing=Every(period))
+
+
+def post_local(until: int, period: int = 16) -> Method:
+    """Post-local SGD: average after each step up to step ``until``, then every ``period`` steps.
+
+    Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+
+    Args:
+        until: The step of the switch; half of training in the paper.
+        period: Steps between rounds after the switch.
+    """
+    return Method(timing=PostLocal(until, period))
+
+
+def quadratic_sync(coefficient: float, min_period: int = 4) -> Method:
+    """Local SGD whose period grows as the learning rate falls (QSR).
+
+    ``H = max(min_period, floor((coefficient / lr)^2))``.
+
+    Source: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024.
+
+    Args:
+        coefficient: In units of the learning rate; 0.0175 for the paper's ViT.
+        min_period: Smallest period, in steps.
+    """
+    return Method(timing=QuadraticSync(coefficient, min_period))
+
+
+def gossip_sgd(topology: AnyTopology, period: int = 1, exchanges: int = 1) -> Method:
+    """Decentralized SGD: average with the neighbours in a graph, ``x_i <- sum_j w_ij x_j``.
+
+    Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
+    NeurIPS 2017.
+
+    Args:
+        topology: The graph, its name ("ring", "one_peer_exponential", "base2", "torus:4x2", ...)
+            or a networkx graph over the ranks.
+        period: Steps between rounds.
+        exchanges: Exchanges in a round.
+    """
+    return Method(Every(period), Gossip(_resolve(topology)), control=Fixed(exchanges))
+
+
+def dppf(
+    alpha: float | Schedule = 0.1,
+    lam: float | Schedule = 0.5,
+    period: int = 4,
+    schedule: str = "cosine_up",
+    topology: AnyTopology | None = None,
+    exchanges: int = 1,
+) -> Method:
+    """DPPF: pull the workers together and push them apart, around a wide valley.
+
+    Every ``period`` steps ``x_m <- x_m + (x_A - x_m)(alpha - lambda / ||x_m - x_A||)``. The radius
+    settles at ``lambda / alpha``. With a topology, the gossip average stands for x_A. The model to
+    evaluate is the mean, ``with optimizer.averaged():``.
+
+    Source: Dimlioglu & Choromanska, arXiv 2507.20424. The shape of lambda over training is decided
+    here: ``lambda_t = lam (1 - cos(pi t / T)) / 2`` where ``total_steps`` is given, else constant.
+
+    Args:
+        alpha: Pull strength in (0, 1].
+        lam: Final push strength, at least 0, in units of the parameters' norm.
+        period: Steps between rounds (tau).
+        schedule: Shape of lambda: "constant", "linear", "cosine_up" or "cosine_down".
+        topology: Average over neighbours in this graph instead of over all workers.
+        exchanges: Exchanges in a round, where there is a topology.
+    """
+    average = AllReduce() if topology is None else Gossip(_resolve(topology))
+    force = Force(_constant(alpha), _shaped(lam, schedule))
+    return Method(Every(period), average, force, Fixed(exchanges))
+
+
+_resolve, _shaped = topology, schedule
+"""The recipes name their arguments after the field's terms, which hides these two functions."""
+
+
+def _constant(value: float | Schedule) -> Schedule:
+    return schedule(value)

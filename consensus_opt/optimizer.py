@@ -1,0 +1,387 @@
+"""ConsensusOptimizer: the optimizer that the user holds.
+
+It is a ``torch.optim.Optimizer`` in every habit (hooks, schedulers, checkpoints, AMP, pickle), and
+keeps nothing of its own that the inner optimizer has: ``param_groups``, ``state`` and ``defaults``
+are the inner optimizer's, looked up each time (contract C5). What it adds is one thing: after the
+inner step, it lets :class:`~consensus_opt.rounds.Rounds` count and, when due, communicate.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consensus_opt.methods import Method
+from consensus_opt.rounds import Rounds
+from consensus_opt.telemetry import Sink, as_sinks
+from consensus_opt.timing import positive_int
+from consensus_opt.transport import Transport
+
+KEY = "consensus"
+"""Where the wrapper's own state lies in ``state_dict()``."""
+
+
+class ConsensusOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer so that its worker takes local steps and now and then averages.
+
+    ::
+
+        x_m <- x_m + alpha (x_C - x_m) + lambda (x_m - x_A) / ||x_m - x_A||    when a round is due
+
+    Constructing it is a collective call: all ranks construct it with the same method and the same
+    model. A world of one worker runs the inner optimizer, bit for bit.
+
+    Args:
+        optimizer: Any optimizer; its ``step`` stays local. Do not average gradients as well.
+        method: What to do, for example ``local_sgd(period=4)``, ``gossip_sgd("ring")``, ``dppf()``.
+        model: The module whose buffers (BatchNorm statistics) belong to the parameters. They are
+            local in training; ``averaged()`` and ``synchronize()`` average floating-point ones.
+        transport: How to reach the other workers; found from what is initialised if not given.
+        total_steps: Number of steps that training will take, for schedules over training.
+        broadcast: Start all workers from rank 0's parameters and buffers; False keeps their own.
+        telemetry: Called with a ``RoundRecord`` after each round; one callable or several.
+        timeout: Seconds to wait for a peer, for a transport that is found.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the method does not fit the number of workers.
+        RankMismatchError: On every rank, if ranks differ in method or parameters.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        method: Method,
+        *,
+        model: nn.Module | None = None,
+        transport: Transport | None = None,
+        total_steps: int | None = None,
+        broadcast: bool = True,
+        telemetry: Sink | Sequence[Sink] | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        _check_arguments(optimizer, method, model, transport, total_steps)
+        # Before `_inner` exists, what the base class assigns to the live views is ignored.
+        super().__init__(optimizer.param_groups, getattr(optimizer, "defaults", {}))
+        self._inner = optimizer
+        self._model = model
+        self._found_inf: Tensor | None = None
+        self._averaging = False
+        self._timeout = timeout
+        self._rounds = Rounds(method, total_steps, as_sinks(telemetry))
+        self.transport = transport or _find_transport(timeout)
+        everything = [*self._all_parameters(), *self._buffers()] if broadcast else []
+        self._connected().start(self._trainable(), everything, self._lr())
+
+    # ------------------------------------------------------------------ views of the inner optimizer
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        return self._inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's parameter groups themselves."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._is_ready():
+            self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state itself."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._is_ready():
+            self._inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults themselves."""
+        return getattr(self._inner, "defaults", {})
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._is_ready():
+            self._inner.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer; it joins the next round. Call it on all ranks."""
+        if self._is_ready():
+            self._inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; legal at any time."""
+        if "set_to_none" in inspect.signature(self._inner.zero_grad).parameters:
+            self._inner.zero_grad(set_to_none=set_to_none)
+        else:
+            self._inner.zero_grad()
+
+    def _is_ready(self) -> bool:
+        return "_inner" in self.__dict__
+
+    # ------------------------------------------------------------------ what communication did
+
+    @property
+    def method(self) -> Method:
+        """The method that runs."""
+        return self._rounds.method
+
+    @property
+    def transport(self) -> Transport:
+        """The way to the other workers. A pickled copy finds one at its first step, or is given it."""
+        if not hasattr(self._rounds, "transport"):
+            self._rounds.connect(_find_transport(self._timeout))
+        return self._rounds.transport
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self._rounds.connect(transport)
+
+    @property
+    def clock(self) -> int:
+        """Calls of ``step()`` so far."""
+        return self._rounds.clock
+
+    @property
+    def rounds(self) -> int:
+        """Rounds so far."""
+        return self._rounds.rounds
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this process has sent in rounds so far."""
+        return self._rounds.bytes_sent
+
+    @property
+    def step_applied(self) -> bool:
+        """Whether the last ``step()`` changed parameters: False after an overflow under AMP."""
+        return self._found_inf is None or not bool(self._found_inf.item())
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a local step, and communicate if a round is due.
+
+        Under ``torch.amp.GradScaler`` an overflow skips the inner step on this rank only; the round
+        happens all the same, because the other ranks are in it (contract C4).
+
+        Args:
+            closure: Handed to the inner optimizer; it may be called several times, and communicates
+                never.
+
+        Returns:
+            What the inner optimizer's step returned.
+
+        Raises:
+            RuntimeError: If called inside ``averaged()``.
+            RankMismatchError: If ranks differ in parameters, method or clock.
+            PeerError: If a peer died or did not answer in time.
+        """
+        if self._averaging:
+            raise RuntimeError(
+                "step() was called inside 'with optimizer.averaged():', where the parameters are "
+                "the mean model's and will be put back; train outside of the block"
+            )
+        loss = self._inner_step(closure)
+        self._communicate()
+        return loss
+
+    @torch.compiler.disable
+    def _communicate(self) -> None:
+        self._connected().tick(self._trainable(), self._lr())
+
+    def _connected(self) -> Rounds:
+        """Return the rounds after the transport is known."""
+        _ = self.transport
+        return self._rounds
+
+    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
+        # GradScaler sets these two for the duration of a step, and deletes them after it.
+        self._found_inf = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        arguments = () if closure is None else (closure,)
+        if self._found_inf is None:
+            return self._inner.step(*arguments)
+        if getattr(self._inner, "_step_supports_amp_scaling", False):
+            with _lent(self._inner, grad_scale=scale, found_inf=self._found_inf):
+                return self._inner.step(*arguments)
+        if not self.step_applied:
+            return None
+        if scale is not None:
+            _unscale(self._all_parameters(), scale)
+        return self._inner.step(*arguments)
+
+    # ------------------------------------------------------------------ the mean model
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the mean model in place, and restore every bit of this worker's own afterwards.
+
+        A collective call: enter it on all ranks. Floating-point buffers of ``model`` are averaged
+        too; integer ones stay. Memory: one more model while it lasts.
+        """
+        with self._connected().averaged(self._trainable(), self._buffers()):
+            self._averaging = True
+            try:
+                yield
+            finally:
+                self._averaging = False
+
+    def synchronize(self) -> None:
+        """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
+        self._connected().synchronize(self._trainable(), self._buffers())
+
+    def consensus_distance(self) -> float:
+        """Return ``Xi = sqrt(mean_m ||x_m - x_A||^2)`` over all parameters, exactly; collective."""
+        return self._connected().distance(self._trainable())
+
+    # ------------------------------------------------------------------ checkpoints and copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state dict, and under ``"consensus"`` the wrapper's own.
+
+        It is this rank's own state and sends no message. Workers differ between rounds: for an
+        exact resume each rank saves its own.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = {**self._inner.state_dict(), KEY: self._rounds.state_dict()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state = _or(post_hook(self, state), state)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or (with a warning) of the inner optimizer alone."""
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(pre_hook(self, state_dict), state_dict)
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+        if KEY in state_dict:
+            self._rounds.load_state_dict(state_dict[KEY])
+        else:
+            warnings.warn(
+                f"the checkpoint has no {KEY!r} entry: it is of an optimizer without "
+                f"ConsensusOptimizer, and the communication clock stays at {self.clock}",
+                stacklevel=2,
+            )
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled views would each carry the whole flat buffer.
+        self._rounds.release()
+        return {
+            "inner": self._inner,
+            "model": self._model,
+            "method": self.method,
+            "total_steps": self._rounds.total_steps,
+            "rounds": self._rounds.state_dict(),
+            "timeout": self._timeout,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        inner = state["inner"]
+        super().__init__(inner.param_groups, getattr(inner, "defaults", {}))
+        self._inner, self._model, self._timeout = inner, state["model"], state["timeout"]
+        self._found_inf, self._averaging = None, False
+        self._rounds = Rounds(state["method"], state["total_steps"])
+        self._rounds.load_state_dict(state["rounds"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConsensusOptimizer:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.transport = self.transport
+        return twin
+
+    # ------------------------------------------------------------------ what is averaged
+
+    def _all_parameters(self) -> list[Tensor]:
+        unique = {id(p): p for group in self.param_groups for p in group["params"]}
+        return list(unique.values())
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for p in self._all_parameters() if p.requires_grad]
+
+    def _buffers(self) -> list[Tensor]:
+        return [] if self._model is None else list(self._model.buffers())
+
+    def _lr(self) -> float:
+        return float(self.param_groups[0].get("lr", 0.0))
+
+
+def _check_arguments(
+    optimizer: Any, method: Any, model: Any, transport: Any, total_steps: int | None
+) -> None:
+    needed = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
+    missing = [name for name in needed if not hasattr(optimizer, name)]
+    if missing:
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__} and lacks {', '.join(missing)}; an optimizer "
+            f"has {', '.join(needed)}; pass the optimizer object, not its class or its parameters"
+        )
+    if isinstance(optimizer, ConsensusOptimizer):
+        raise TypeError(
+            "optimizer is a ConsensusOptimizer already, and one method runs at a time; wrap the "
+            "optimizer inside it: ConsensusOptimizer(optimizer.inner, method)"
+        )
+    if not isinstance(method, Method):
+        raise TypeError(
+            f"method must be a Method, and is {method!r}; write for example local_sgd(period=4), "
+            "gossip_sgd('ring') or dppf()"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, and is {model!r}; write model=model")
+    if transport is not None and not isinstance(transport, Transport):
+        raise TypeError(
+            f"transport must be a Transport, and is {transport!r}; write transport="
+            "TorchTransport(group) or leave it out"
+        )
+    if total_steps is not None:
+        positive_int(total_steps, "total_steps", "total_steps=epochs * len(loader)")
+
+
+def _find_transport(timeout: float) -> Transport:
+    # Adapters build on the core; here, once, the core asks for one.
+    from consensus_opt.integrations import find_transport
+
+    return find_transport(timeout)
+
+
+@contextmanager
+def _lent(target: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes for a while."""
+    for name, value in attributes.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(target, name)
+
+
+def _unscale(parameters: Sequence[Tensor], scale: Tensor) -> None:
+    """Divide the gradients by GradScaler's factor, as its ``unscale_`` does."""
+    inverse = scale.double().reciprocal().float()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(inverse.to(parameter.grad.device))
+
+
+def _or(result: dict[str, Any] | None, default: dict[str, Any]) -> dict[str, Any]:
+    """Hooks may return a replacement."""
+    return default if result is None else result

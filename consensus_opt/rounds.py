@@ -1,0 +1,276 @@
+"""The communicating half of the optimizer: clock, flat parameters, and what a round does.
+
+Every decision here is a function of the clock, the method and numbers that are the same bits on
+all ranks (contract C3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from consensus_opt import forces
+from consensus_opt.agreement import (
+    OPERATIONS,
+    Header,
+    describe,
+    fingerprint,
+    meet_all,
+    meet_neighbours,
+)
+from consensus_opt.flat import FlatParameters
+from consensus_opt.methods import Method
+from consensus_opt.telemetry import RoundRecord, Sink
+from consensus_opt.transport import Transport
+
+VERSION = 1
+
+
+class Rounds:
+    """Keeps one worker (or all stacked workers) in step with the others.
+
+    Attributes:
+        transport: The way to the other workers.
+        clock: Calls of ``step()`` so far; all timing counts in it.
+        rounds: Rounds so far.
+        exchanges: Exchanges so far: the phase of a time-varying topology.
+        bytes_sent: Payload that this process sent in all rounds.
+    """
+
+    transport: Transport
+
+    def __init__(self, method: Method, total_steps: int | None, sinks: Sequence[Sink] = ()) -> None:
+        self.method, self.total_steps, self._sinks = method, total_steps, tuple(sinks)
+        self.clock = self.rounds = self.exchanges = self.bytes_sent = 0
+        self._next: int | None = None
+        self._met = False
+        self._flat: FlatParameters | None = None
+        self._centres: list[Tensor] = []
+        self._description = ""
+
+    def connect(self, transport: Transport) -> None:
+        """Use this transport from now on.
+
+        Raises:
+            ValueError: If the method does not fit its number of workers.
+        """
+        self.method.average.validate(transport.size)
+        self.transport, self._met = transport, False
+
+    # ------------------------------------------------------------------ a step
+
+    def tick(self, parameters: Sequence[Tensor], lr: float) -> None:
+        """Count one step, and make a round when it is due."""
+        self.clock += 1
+        if self.transport.size == 1:
+            return
+        if self._next is None:
+            self._next = self._after(self.clock - 1, lr)
+        if self.clock >= self._next:
+            with torch.no_grad(), record_function("consensus_opt::round"):
+                self._round(parameters, lr)
+
+    def _round(self, parameters: Sequence[Tensor], lr: float) -> None:
+        sent, waited = self.transport.bytes_sent, self.transport.wait_seconds
+        flat = self._refresh(parameters)
+        lr = self._open_round(lr)
+        force = self.method.force
+        pull = force.pull.at(self.clock, self.total_steps)
+        push = force.push.at(self.clock, self.total_steps)
+        flat.pack()
+        squared, pushed = self._move(flat, pull, push)
+        flat.unpack()
+        self.rounds += 1
+        self.exchanges += self.method.control.exchanges
+        self.bytes_sent += self.transport.bytes_sent - sent
+        self._next = self._after(self.clock, lr)
+        record = RoundRecord(
+            step=self.clock,
+            round=self.rounds,
+            exchanges=self.method.control.exchanges,
+            distance=self._distance(squared),
+            radius=None if squared is None else squared.mean().sqrt().item(),
+            pull=pull,
+            push=push,
+            pushed=pushed,
+            bytes_sent=self.transport.bytes_sent - sent,
+            wait_seconds=self.transport.wait_seconds - waited,
+        )
+        for sink in self._sinks:
+            sink(record)
+
+    def _move(self, flat: FlatParameters, pull: float, push: float) -> tuple[Tensor | None, bool]:
+        """Form x_C and move; return ``||x - x_C||^2`` a worker where both were held."""
+        if pull == 1.0 and push == 0.0:
+            with record_function("consensus_opt::average"):
+                self._form(flat.buffers, flat.buffers)
+            return None, True
+        if not self._centres:
+            self._centres = [torch.empty_like(buffer) for buffer in flat.buffers]
+        with record_function("consensus_opt::average"):
+            self._form(flat.buffers, self._centres)
+        with record_function("consensus_opt::force"):
+            squared, floor = forces.squared_distance(flat.buffers, self._centres)
+            forces.move(flat.buffers, self._centres, forces.line_weight(squared, floor, pull, push))
+        return squared, push == 0.0 or bool((squared > floor).all())
+
+    def _form(self, flats: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        exchanges = self.method.control.exchanges
+        self.method.average.form(flats, outs, self.transport, self.exchanges, exchanges)
+
+    def _distance(self, squared: Tensor | None) -> float | None:
+        if not self.method.average.exact:
+            return None
+        return 0.0 if squared is None else self._root_mean(squared)
+
+    def _root_mean(self, squared: Tensor) -> float:
+        """Return ``sqrt(mean_m squared_m)`` over all workers, the same bits everywhere."""
+        return self.transport.gather(squared.unsqueeze(-1)).mean().sqrt().item()
+
+    def _after(self, step: int, lr: float) -> int:
+        return self.method.timing.next_round(step, lr, self.total_steps)
+
+    # ------------------------------------------------------------------ agreement
+
+    def _refresh(self, parameters: Sequence[Tensor]) -> FlatParameters:
+        """Return the flat parameters, laid out anew when they are no longer these tensors."""
+        if self._flat is None or not self._flat.is_current(parameters):
+            self.release()
+            self._flat = FlatParameters(parameters, self.transport.batch)
+            self._description = self._describe(parameters)
+        return self._flat
+
+    def _describe(self, parameters: Sequence[Tensor]) -> str:
+        entries: list[tuple[str, object]] = [
+            ("workers", self.transport.size),
+            ("method", self.method),
+            ("total_steps", self.total_steps),
+        ]
+        entries += [
+            (f"parameter {i}", f"shape {tuple(p.shape)}, {p.dtype}")
+            for i, p in enumerate(parameters)
+        ]
+        return describe(entries)
+
+    def _open_round(self, lr: float) -> float:
+        """Compare headers with those whom this round meets; return the agreed learning rate."""
+        average, timing = self.method.average, self.method.timing
+        mixing = average.mixing(self.transport.size, self.exchanges)
+        if mixing is None or timing.uses_lr or not self._met:
+            return self._meet("step()", lr)
+        meet_neighbours(self.transport, self._header("step()", lr), mixing)
+        return lr
+
+    def _meet(self, operation: str, lr: float = 0.0) -> float:
+        agreed = meet_all(self.transport, self._header(operation, lr), self._description)
+        self.clock, self._met = agreed.clock, True
+        return agreed.lr
+
+    def _header(self, operation: str, lr: float) -> Header:
+        index = OPERATIONS.index(operation)
+        return Header(fingerprint(self._description), self.clock, index, lr)
+
+    # ------------------------------------------------------------------ named collective calls
+
+    def start(self, parameters: Sequence[Tensor], everything: Sequence[Tensor], lr: float) -> None:
+        """Compare the ranks and give all of them rank 0's ``everything``."""
+        if self.transport.size == 1:
+            return
+        self._description = self._describe(parameters)
+        self._next = self._after(self.clock, self._meet("the start of training", lr))
+        flat = FlatParameters(everything, self.transport.batch, views=False)
+        with torch.no_grad():
+            flat.pack()
+            for buffer in flat.buffers:
+                self.transport.broadcast(buffer)
+            flat.unpack()
+
+    @contextmanager
+    def averaged(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
+        """Hold the mean in place of the parameters and buffers, and restore every bit after."""
+        parts = self._collect("averaged()", parameters, buffers)
+        saved = [[buffer.clone() for buffer in part.buffers] for part in parts]
+        self._average(parts)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for part, copies in zip(parts, saved, strict=True):
+                    for buffer, copy in zip(part.buffers, copies, strict=True):
+                        buffer.copy_(copy)
+                    part.unpack()
+
+    def synchronize(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Make all workers equal to the mean."""
+        self._average(self._collect("synchronize()", parameters, buffers))
+
+    def distance(self, parameters: Sequence[Tensor]) -> float:
+        """Return the exact consensus distance now."""
+        if self.transport.size == 1:
+            return 0.0
+        (part, _) = self._collect("consensus_distance()", parameters, ())
+        means = [buffer.clone() for buffer in part.buffers]
+        for mean in means:
+            self.transport.mean(mean)
+        return self._root_mean(forces.squared_distance(part.buffers, means)[0])
+
+    def _collect(
+        self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> tuple[FlatParameters, FlatParameters]:
+        """Lay out parameters and floating-point buffers, and meet the other ranks."""
+        flat = self._refresh(self._flat.tensors if self._flat is not None else parameters)
+        floating = [b for b in buffers if b.is_floating_point() or b.is_complex()]
+        extra = FlatParameters(floating, self.transport.batch, views=False)
+        if self.transport.size > 1:
+            self._meet(operation)
+        for part in (flat, extra):
+            part.pack()
+        return flat, extra
+
+    @torch.no_grad()
+    def _average(self, parts: Sequence[FlatParameters]) -> None:
+        for part in parts:
+            for buffer in part.buffers:
+                self.transport.mean(buffer)
+            part.unpack()
+
+    # ------------------------------------------------------------------ state
+
+    def release(self) -> None:
+        """Give the parameters memory of their own again."""
+        if self._flat is not None:
+            self._flat.release()
+        self._flat, self._centres = None, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as plain types (contract C8)."""
+        return {
+            "version": VERSION,
+            "clock": self.clock,
+            "rounds": self.rounds,
+            "exchanges": self.exchanges,
+            "next_round": self._next,
+            "timing": repr(self.method.timing),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; another timing starts anew from the saved clock.
+
+        Raises:
+            ValueError: If a newer release wrote the state.
+        """
+        if state["version"] > VERSION:
+            raise ValueError(
+                f"the checkpoint has consensus state of version {state['version']}, and this "
+                f"release reads up to {VERSION}; install a newer consensus-opt"
+            )
+        self.clock, self.rounds = state["clock"], state["rounds"]
+        self.exchanges = state["exchanges"]
+        same = state["timing"] == repr(self.method.timing)
+        self._next = state["next_round"] if same else None
+        self._met = False

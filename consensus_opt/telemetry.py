@@ -1,0 +1,116 @@
+"""What each round did, and where that is written.
+
+A record is plain data; a sink is any callable that takes one. Records are made on every rank, from
+numbers that the round had at hand anyway: telemetry sends no message, so ranks may choose their
+sinks freely (usually rank 0 writes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round, as one process saw it. For stacked workers, root mean squares and totals.
+
+    Attributes:
+        step: The clock: calls of ``step()`` so far.
+        round: Number of this round, from 1.
+        exchanges: Exchanges that the round made.
+        distance: Exact consensus distance Xi after the last exchange and before the force; 0 after
+            hard all-reduce averaging. None where it is not known for free.
+        radius: ``||x_m - x_C||`` before the force (x_C is the mean, or stands for it under gossip);
+            None for hard averaging, which never holds both.
+        pull: alpha of this round.
+        push: lambda of this round.
+        pushed: False where a push was due but a worker stood exactly on x_C, so that there was no
+            direction to push in.
+        bytes_sent: Payload that this process sent in this round.
+        wait_seconds: Time that this process waited for others in this round.
+    """
+
+    step: int
+    round: int
+    exchanges: int
+    distance: float | None
+    radius: float | None
+    pull: float
+    push: float
+    pushed: bool
+    bytes_sent: int
+    wait_seconds: float
+
+
+Sink = Callable[[RoundRecord], Any]
+"""Anything that takes a record."""
+
+
+class JsonLines:
+    """Appends each record to a file, one JSON object a line.
+
+    Args:
+        path: The file; folders on the way are made. It is opened at the first record, and each line
+            is flushed, so that a run that was killed leaves whole lines.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Append one line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+
+class TensorBoard:
+    """Writes each number of a record as the scalar ``consensus/NAME`` at the record's step.
+
+    Args:
+        log_dir: Folder of the event files.
+
+    Raises:
+        ImportError: If the package tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "telemetry.TensorBoard needs the package tensorboard, which is not installed; "
+                "write pip install 'consensus-opt[report]', or use telemetry.JsonLines(path)"
+            ) from error
+        self._writer = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Write one scalar for each known number."""
+        values = asdict(record)
+        step = values.pop("step")
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"consensus/{name}", value, step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+
+def as_sinks(telemetry: Sink | Sequence[Sink] | None) -> tuple[Sink, ...]:
+    """Return the sinks as a tuple.
+
+    Raises:
+        TypeError: If one of them cannot be called.
+    """
+    if telemetry is None:
+        return ()
+    sinks = tuple(telemetry) if isinstance(telemetry, Sequence) else (telemetry,)
+    for sink in sinks:
+        if not callable(sink):
+            raise TypeError(
+                f"telemetry takes callables that accept a RoundRecord, and got {sink!r}; "
+                "write telemetry=JsonLines('rounds.jsonl') or telemetry=records.append"
+            )
+    return sinks

@@ -1,0 +1,240 @@
+"""torch.distributed as a transport: any process group, gloo on CPU or NCCL on GPU.
+
+The transport works in a process group of its own over the same ranks, so that its messages never
+meet the user's, and so that a failure can close it: then every rank that waits hears of it at once,
+and a roll call through the store tells who did not answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from consensus_opt.errors import PeerError
+from consensus_opt.exchange import Message, PointToPoint
+from consensus_opt.transport import Pending, all_reduce_bytes, arithmetic_dtype
+
+_LONGEST_ROLL_CALL = 30.0
+_LAST_ONE_SECONDS = 2.0
+
+
+class TorchTransport(PointToPoint):
+    """Workers are the ranks of a torch.distributed process group.
+
+    Making one is a collective call over the ranks of the group.
+
+    Args:
+        group: The process group; the default group if not given.
+        timeout: Seconds to wait for a peer before ``PeerError`` is raised.
+        chunk_bytes: Size of a message.
+
+    Raises:
+        ValueError: If this rank is not in the group, or a number is not positive.
+        RuntimeError: If torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 300.0,
+        chunk_bytes: int = 1 << 20,
+    ) -> None:
+        super().__init__()
+        _check(group, timeout, chunk_bytes)
+        self.chunk_bytes, self.timeout = chunk_bytes, timeout
+        backend = dist.get_backend_config(group)
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group or dist.group.WORLD),
+            timeout=timedelta(seconds=timeout),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+        self._ranks: list[int] = dist.get_process_group_ranks(self._group)
+        self.rank, self.size = dist.get_rank(self._group), len(self._ranks)
+        self._averages = "gloo" not in backend  # gloo has no ReduceOp.AVG
+        self._device = torch.device("cuda" if self._averages else "cpu")
+        self._roll_call = _RollCall(self._group.group_name, self.rank, self.size, timeout)
+
+    def start_mean(self, flat: Tensor) -> Pending:
+        """Start an all-reduce of the buffer itself; half precision is summed in fp32, in chunks."""
+        self.bytes_sent += all_reduce_bytes(flat, self.size)
+        if arithmetic_dtype(flat.dtype) != flat.dtype:
+            return _HalfMean(self, flat)
+        return self.start_sum(flat, average=True)
+
+    def start_sum(self, flat: Tensor, average: bool) -> _Work:
+        """Start to replace ``flat`` by its sum or mean, in its own precision."""
+        native = average and self._averages
+        operation = dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
+        with self.naming():
+            work = dist.all_reduce(flat, operation, group=self._group, async_op=True)
+        divide = average and not native
+        return _Work(self, [(work, None)], (lambda: flat.div_(self.size)) if divide else None)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start point-to-point messages."""
+        operations = [self._message(dist.irecv, *message) for message in receives]
+        operations += [self._message(dist.isend, *message) for message in sends]
+        if not operations:
+            return _Work(self, [])
+        peers: list[int | None] = [peer for peer, _ in (*receives, *sends)]
+        with self.naming(peers[0]):
+            works = dist.batch_isend_irecv(operations)
+        if len(works) != len(peers):  # NCCL coalesces them into one
+            peers = [None] * len(works)
+        return _Work(self, list(zip(works, peers, strict=True)))
+
+    def broadcast(self, flat: Tensor, source: int = 0) -> None:
+        """Send rank ``source``'s bytes to all."""
+        with self.naming():
+            dist.broadcast(flat.view(torch.uint8), self._ranks[source], group=self._group)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """All-gather the values."""
+        own = values.detach().to(self._device).contiguous()
+        rows = own.new_empty((self.size, *own.shape))
+        with self.naming(), self.waiting():
+            dist.all_gather(list(rows), own, group=self._group)
+        return rows.cpu()
+
+    def gather_neighbours(self, values: Tensor, mixing: Any) -> Tensor:
+        """Collect values of the ranks from which this one receives."""
+        return super().gather_neighbours(values.to(self._device), mixing)
+
+    def _message(self, operation: Callable[..., Any], peer: int, data: Tensor) -> dist.P2POp:
+        return dist.P2POp(operation, data, self._ranks[peer], self._group)
+
+    @contextmanager
+    def naming(self, peer: int | None = None) -> Iterator[None]:
+        """Turn an engine's error into a ``PeerError`` that names who did not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            self._close()
+            absent = self._roll_call.absent()
+            raise _peer_error(self, peer, absent, error) from error
+
+    def _close(self) -> None:
+        """Close the transport's own group, so that ranks that wait for this one stop waiting."""
+        with suppress(Exception):
+            self._group._get_backend(self._device).abort()
+
+    def __repr__(self) -> str:
+        return f"TorchTransport(rank {self.rank} of {self.size})"
+
+
+class _Work:
+    """Started works with the peer that each one waits for, and what to do when all are done."""
+
+    def __init__(
+        self,
+        transport: TorchTransport,
+        works: Sequence[tuple[Any, int | None]],
+        finish: Callable[[], Any] | None = None,
+    ) -> None:
+        self._transport, self._works, self._finish = transport, works, finish
+
+    def wait(self) -> None:
+        for work, peer in self._works:
+            with self._transport.naming(peer), self._transport.waiting():
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+
+
+class _HalfMean:
+    """A mean in fp32 of a tensor in half precision, a chunk at a time."""
+
+    def __init__(self, transport: TorchTransport, flat: Tensor) -> None:
+        self._transport, self._flat = transport, flat
+
+    def wait(self) -> None:
+        for chunk in self._flat.split(self._transport.chunk_bytes // 2):
+            wide = chunk.to(arithmetic_dtype(chunk.dtype))
+            self._transport.start_sum(wide, average=True).wait()
+            chunk.copy_(wide)
+
+
+class _RollCall:
+    """Finds out, after a failure, which ranks do not answer.
+
+    A rank that fails signs a list in the process group's store. Ranks that wait fail too, soon
+    (their peer has closed the group) or at their own timeout, and sign. Who does not sign is dead,
+    stopped or still busy elsewhere.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
+        store = distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"consensus_opt/{name}", store)
+        self._rank, self._size = rank, size
+        self._seconds = min(timeout, _LONGEST_ROLL_CALL)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that did not sign; an empty list if the store is gone too."""
+        try:
+            self._store.set(str(self._rank), "failed")
+            return self._wait_for_others()
+        except (RuntimeError, ValueError):
+            return []
+
+    def _wait_for_others(self) -> list[int]:
+        start = alone_since = time.monotonic()
+        absent = [rank for rank in range(self._size) if rank != self._rank]
+        while absent and time.monotonic() - start < self._seconds:
+            if len(absent) > 1:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > _LAST_ONE_SECONDS:
+                break
+            time.sleep(0.02)
+            absent = [rank for rank in absent if not self._store.check([str(rank)])]
+        return absent
+
+
+def _peer_error(
+    transport: TorchTransport, peer: int | None, absent: list[int], cause: Exception
+) -> PeerError:
+    if absent:
+        who = f"rank {absent[0]} does" if len(absent) == 1 else f"ranks {absent} do"
+        ranks = absent
+    elif peer is not None:
+        who, ranks = f"rank {peer} does", [peer]
+    else:
+        who, ranks = "a peer does", []
+    return PeerError(
+        f"{who} not answer rank {transport.rank} within {transport.timeout:g} s: dead, stopped, or "
+        "not in the same call. Look at the log of that rank; if it is only slow, pass a larger "
+        f"timeout to ConsensusOptimizer. The engine said: {cause}",
+        tuple(ranks),
+    )
+
+
+def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "TorchTransport needs torch.distributed, which is not initialised; call "
+            "torch.distributed.init_process_group('gloo') (or 'nccl') first"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group given; make the transport only on "
+            "the group's ranks, or pass the group that this rank belongs to"
+        )
+    if not timeout > 0:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, and is {timeout!r}; write timeout=300.0"
+        )
+    if chunk_bytes < 1:
+        raise ValueError(
+            f"chunk_bytes must be a positive number of bytes, and is {chunk_bytes!r}; "
+            "write chunk_bytes=1 << 20"
+        )
