@@ -25,6 +25,7 @@ from benchmarks.options import METHODS, natural, positive_int
 from benchmarks.processes import torchrun
 
 Results = dict[str, list[dict[str, Any]]]
+COLUMNS = ("mean model", "workers", "rounds", "MB", "of sync", "seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,18 +91,11 @@ def table(results: Results) -> Table:
     view = Table(
         title=f"{first['options']['data']}, {first['options']['model']} with "
         f"{first['parameters']:,} parameters, {first['workers']} workers, {first['step']} steps",
-        caption="accuracy on test images; time in the training loop, without evaluation",
+        caption=f"{first['test_images']:,} test images; MB sent by each worker; "
+        "seconds in the training loop",
     )
-    view.add_column("method")
-    for heading in (
-        "mean model",
-        "workers, min-max",
-        "rounds",
-        "MB sent a worker",
-        "of sync",
-        "seconds",
-    ):
-        view.add_column(heading, justify="right")
+    for heading in ("method", *COLUMNS):
+        view.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     for method, runs in results.items():
         view.add_row(method, *row(runs))
     return view
@@ -114,7 +108,7 @@ def row(runs: list[dict[str, Any]]) -> list[str]:
     shares = [run["share_of_sync_bytes"] for run in runs]
     return [
         spread([100 * run["test_accuracy"] for run in runs], ".1f") + " %",
-        f"{100 * lowest:.1f}-{100 * highest:.1f} %",
+        f"{100 * lowest:.1f} - {100 * highest:.1f} %",
         spread([run["rounds"] for run in runs], ".0f"),
         spread([run["bytes_per_worker"] / 1e6 for run in runs], ".1f"),
         "-" if None in shares else f"{mean(shares):.1%}",
@@ -142,7 +136,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS[:4]), help="what to compare")
     add("--workers", type=positive_int, default=4, help="processes of each run")
     add("--seeds", type=natural, nargs="+", default=[0], help="one run of each method for each")
-    add("--epochs", type=positive_int, default=30, help="passes over the data")
+    add("--epochs", type=positive_int, default=40, help="passes over the data")
     add("--data", choices=DATA_SETS, default="digits", help="data set")
     add("--model", choices=MODELS, default="cnn", help="model")
     add("--out", default="runs/compare", help="folder of the results")

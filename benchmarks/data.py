@@ -114,8 +114,8 @@ def steps_per_epoch(samples: int, batch_size: int, size: int) -> int:
 
 
 def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 
     images, labels = load_digits(return_X_y=True)
     train, test = train_test_split(

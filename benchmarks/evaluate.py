@@ -48,8 +48,7 @@ def mean_model(model: nn.Module, optimizer: Optimizer, split: Split) -> Iterator
 
     With synchronous SGD each worker is the mean already.
     """
-    consensus = isinstance(optimizer, ConsensusOptimizer)
-    with optimizer.averaged() if consensus else nullcontext():
+    with optimizer.averaged() if isinstance(optimizer, ConsensusOptimizer) else nullcontext():
         yield with_own_statistics(model, split.train_x)
 
 
@@ -61,7 +60,7 @@ def with_own_statistics(model: nn.Module, images: Tensor) -> nn.Module:
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     model = copy.deepcopy(model)
-    update_bn(images[: 4 * BATCH].split(BATCH), model)
+    update_bn(torch.split(images[: 4 * BATCH], BATCH), model)
     return model
 
 
@@ -70,7 +69,7 @@ def score(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, int]
     """Sum of the cross-entropies and number of images that the model labels correctly."""
     model.eval()
     loss, correct = 0.0, 0
-    for x, y in zip(images.split(BATCH), labels.split(BATCH), strict=True):
+    for x, y in zip(torch.split(images, BATCH), torch.split(labels, BATCH), strict=True):
         outputs = model(x)
         loss += F.cross_entropy(outputs, y, reduction="sum").item()
         correct += int((outputs.argmax(1) == y).sum())

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from benchmarks.data import DATA_SETS
 from benchmarks.models import MODELS, NORMS
+from benchmarks.recipes import recipe
 
 Number = TypeVar("Number", int, float)
 
@@ -18,6 +19,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the options; a wrong one ends the program with what is allowed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train",
+        usage="%(prog)s [options]",
         description="Train one model on several workers that average parameters, or gradients.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -25,7 +27,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _method(parser)
     _training(parser)
     _run(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        recipe(options, steps=1)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def _task(parser: argparse.ArgumentParser) -> None:
@@ -63,19 +70,19 @@ def _method(parser: argparse.ArgumentParser) -> None:
 
 def _training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=positive_int, default=30, help="passes over the data")
+    group.add_argument("--epochs", type=positive_int, default=40, help="passes over the data")
     group.add_argument("--batch-size", type=positive_int, default=32, help="of each worker")
-    group.add_argument("--lr", type=positive, default=0.05, help="highest learning rate")
+    group.add_argument("--lr", type=positive, default=0.1, help="highest learning rate")
     group.add_argument("--momentum", type=fraction, default=0.9, help="of SGD, in each worker")
     group.add_argument(
         "--nesterov", action=argparse.BooleanOptionalAction, default=True, help="kind of momentum"
     )
-    group.add_argument("--weight-decay", type=float, default=1e-4, help="of SGD")
+    group.add_argument("--weight-decay", type=float, default=1e-3, help="of SGD")
     group.add_argument("--warmup", type=fraction, default=0.1, help="part of training")
     group.add_argument(
         "--lr-schedule",
         choices=("step", "cosine", "constant"),
-        default="step",
+        default="cosine",
         help="step: a tenth after half of training, a hundredth after three quarters",
     )
     group.add_argument("--seed", type=natural, default=0, help="of the model and of the batches")

@@ -18,15 +18,21 @@ OBEY = 45.0
 
 
 def torchrun(
-    arguments: Sequence[str], workers: int, timeout: float, *, quiet: bool = False
+    arguments: Sequence[str],
+    workers: int,
+    timeout: float,
+    *,
+    quiet: bool = False,
+    module: str = "benchmarks.train",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m benchmarks.train` with these arguments on `workers` processes.
+    """Run `python -m MODULE` with these arguments on `workers` processes.
 
     Args:
-        arguments: the command line of `benchmarks.train`.
+        arguments: the command line of the module.
         workers: number of processes, one thread each, all on this machine.
         timeout: seconds after which they are stopped.
         quiet: collect what they print instead of showing it.
+        module: what each process runs.
 
     Raises:
         subprocess.CalledProcessError: one of them failed.
@@ -34,7 +40,7 @@ def torchrun(
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *(f"--nproc-per-node={workers}", "-m", "benchmarks.train", *arguments),
+        *(f"--nproc-per-node={workers}", "-m", module, *arguments),
     ]
     pipe = subprocess.PIPE if quiet else None
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -7,12 +7,14 @@ from argparse import Namespace
 from consensus_opt import Method, dppf, gossip_sgd, local_sgd, post_local, quadratic_sync
 
 
-def recipe(options: Namespace, steps: int) -> Method:
-    """The method that `--method` names, in a training of `steps` steps.
+def recipe(options: Namespace, steps: int) -> Method | None:
+    """The method that `--method` names, in a training of `steps` steps; none for sync.
 
     Raises:
         ValueError: a number or a topology that the recipe does not allow.
     """
+    if options.method == "sync":
+        return None
     if options.method == "local_sgd":
         return local_sgd(options.period)
     if options.method == "gossip":

@@ -43,7 +43,14 @@ class Epoch:
 
 
 def result(
-    last: Epoch, options: Namespace, size: int, engine: str, parameters: int, seconds: float
+    last: Epoch,
+    options: Namespace,
+    *,
+    size: int,
+    engine: str,
+    parameters: int,
+    test_images: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """The content of result.json: the last epoch, what to compare it with, how to repeat it."""
     reference = sync_bytes(parameters, size, last.step)
@@ -53,6 +60,7 @@ def result(
         "workers": size,
         "engine": engine,
         "parameters": parameters,
+        "test_images": test_images,
         **asdict(last),
         "worker_accuracy_min": min(workers),
         "worker_accuracy_mean": sum(workers) / size,

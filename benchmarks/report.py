@@ -22,15 +22,15 @@ def summary(result: Mapping[str, Any]) -> str:
     share = result["share_of_sync_bytes"]
     compared = "" if share is None else f", {share:.1%} of the {reference / 1e6:.1f} MB of sync"
     own = " / ".join(f"{result[f'worker_accuracy_{name}']:.1%}" for name in ("min", "mean", "max"))
-    options = result["options"]
+    options, workers = result["options"], result["workers"]
     lines = (
-        f"{result['method']} on {result['workers']} workers ({result['engine']}): "
+        f"{result['method']} on {workers} worker{'s' * (workers > 1)} ({result['engine']}): "
         f"{options['model']} with {result['parameters']:,} parameters on {options['data']}, "
         f"{result['step']} steps" + (", DIVERGED" if result["diverged"] else ""),
         f"test accuracy   mean model {result['test_accuracy']:.1%}, workers {own} (min/mean/max)",
         f"communication   {result['rounds']} rounds, {sent / 1e6:.1f} MB sent a worker{compared}",
         f"time            {result['train_seconds']:.1f} s in the training loop, "
-        f"{result['seconds']:.1f} s with evaluation",
+        f"{result['seconds']:.1f} s in all",
     )
     return "\n".join(lines)
 
@@ -38,13 +38,11 @@ def summary(result: Mapping[str, Any]) -> str:
 def draw(runs: Mapping[str, Epochs], path: Path) -> Path | None:
     """Draw one or several runs over their epochs; returns None where matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         print("no figure: `pip install consensus-opt[report]` brings matplotlib")
         return None
     figure = Figure(figsize=(12, 3.9), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = dict(zip(LABELS, figure.subplots(1, 3), strict=True))
     for (name, epochs), colour in zip(runs.items(), COLOURS, strict=False):
         _add_run(panels, name, epochs, colour)
@@ -55,6 +53,7 @@ def draw(runs: Mapping[str, Epochs], path: Path) -> Path | None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
     panels["train_loss"].set_yscale("log")
+    panels["test_accuracy"].set_ylim(_lowest_accuracy(runs) - 1, 100.5)
     handles, names = panels["train_loss"].get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=10
@@ -64,11 +63,23 @@ def draw(runs: Mapping[str, Epochs], path: Path) -> Path | None:
 
 
 def _add_run(panels: Mapping[str, Any], name: str, epochs: Epochs, colour: str) -> None:
+    """Draw sync dashed and above the others, which it would hide or be hidden by."""
+    style = {"linestyle": "--", "zorder": 3} if name == "sync" else {}
     x = [epoch["epoch"] for epoch in epochs]
     for key, axes in panels.items():
         scale = 100 if key == "test_accuracy" else 1
         y = [math.nan if epoch[key] is None else scale * epoch[key] for epoch in epochs]
-        axes.plot(x, y, color=colour, label=name, linewidth=1.6)
+        axes.plot(x, y, color=colour, label=name, linewidth=1.5, **style)
     workers = [[100 * accuracy for accuracy in epoch["worker_accuracy"]] for epoch in epochs]
     low, high = [min(each) for each in workers], [max(each) for each in workers]
     panels["test_accuracy"].fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _lowest_accuracy(runs: Mapping[str, Epochs]) -> float:
+    """The lowest accuracy in %, of a mean model or a worker, after the first quarter of training.
+
+    Below it there is only the start, which would flatten what there is to compare.
+    """
+    later = [epoch for epochs in runs.values() for epoch in epochs[len(epochs) // 4 :]]
+    lowest: float = min(min(epoch["test_accuracy"], *epoch["worker_accuracy"]) for epoch in later)
+    return 100 * lowest

@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,16 @@ def train(options: Namespace, worker: Worker) -> None:
             if not math.isfinite(done.train_loss):
                 break
     if worker.first:
-        finish(out, done, options, worker, model, time.perf_counter() - begun)
+        result = record.result(
+            done,
+            options,
+            size=worker.size,
+            engine=worker.engine,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            test_images=len(split.test_x),
+            seconds=time.perf_counter() - begun,
+        )
+        finish(out, result)
 
 
 def distribute(
@@ -89,14 +98,15 @@ def distribute(
         model.parameters(),
         lr=options.lr,
         momentum=options.momentum,
-        nesterov=options.nesterov,
+        nesterov=options.nesterov and options.momentum > 0,
         weight_decay=options.weight_decay,
     )
-    if options.method == "sync":
+    method = recipe(options, steps)
+    if method is None:
         return (model if worker.size == 1 else DistributedDataParallel(model)), optimizer
     return model, ConsensusOptimizer(
         optimizer,
-        recipe(options, steps),
+        method,
         model=model,
         total_steps=steps,
         telemetry=JsonLines(Path(options.out) / record.ROUNDS) if worker.first else None,
@@ -154,19 +164,10 @@ def lr_factor(schedule: str, warmup: float, steps: int) -> Callable[[int], float
     return factor
 
 
-def finish(
-    out: Path,
-    last: record.Epoch,
-    options: Namespace,
-    worker: Worker,
-    model: nn.Module,
-    seconds: float,
-) -> None:
-    """Write the result and the report, and print what a reader wants to know first."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    result = record.result(last, options, worker.size, worker.engine, parameters, seconds)
+def finish(out: Path, result: dict[str, Any]) -> None:
+    """Write the result and the figure, and print what a reader wants to know first."""
     record.write(out, result)
-    report.draw({options.method: record.read_metrics(out)}, out / record.REPORT)
+    report.draw({result["method"]: record.read_metrics(out)}, out / record.REPORT)
     print(report.summary(result))
     print(f"files           {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 

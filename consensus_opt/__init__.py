@@ -10,10 +10,11 @@ from consensus_opt.control import Fixed
 from consensus_opt.errors import PeerError, RankMismatchError
 from consensus_opt.forces import Force
 from consensus_opt.methods import Method, dppf, gossip_sgd, local_sgd, post_local, quadratic_sync
+from consensus_opt.mixing import MixingMatrix
 from consensus_opt.optimizer import ConsensusOptimizer
 from consensus_opt.telemetry import JsonLines, RoundRecord, TensorBoard
 from consensus_opt.timing import Every, PostLocal, QuadraticSync
-from consensus_opt.topology import MixingMatrix, Topology
+from consensus_opt.topology import Topology
 from consensus_opt.transport import StackedTransport, Transport
 
 __version__ = "0.1.0"

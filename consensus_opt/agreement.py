@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from consensus_opt.errors import RankMismatchError
-from consensus_opt.topology import MixingMatrix
+from consensus_opt.mixing import MixingMatrix
 from consensus_opt.transport import Transport
 
 OPERATIONS = (
@@ -125,9 +125,9 @@ def _description_mismatch(texts: list[str]) -> RankMismatchError:
         line, other = next((a, b) for a, b in zip(lines, others, strict=True) if a != b)
         difference = f"'{other}' instead of '{line}'"
     return RankMismatchError(
-        f"ranks {odd} differ from the other {len(texts) - len(odd)}: rank {odd[0]} has {difference}. "
-        "All ranks need the same model, parameter groups and method; build them from the same "
-        "arguments on every rank"
+        f"ranks {odd} differ from the other {len(texts) - len(odd)}: "
+        f"rank {odd[0]} has {difference}. All ranks need the same model, parameter groups and "
+        "method; build them from the same arguments on every rank"
     )
 
 

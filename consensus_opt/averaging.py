@@ -13,7 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from consensus_opt.topology import MixingMatrix, Topology
+from consensus_opt.mixing import MixingMatrix
+from consensus_opt.topology import Topology
 from consensus_opt.transport import Transport
 
 

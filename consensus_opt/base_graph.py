@@ -3,7 +3,7 @@
 A hypercube averages exactly, but only 2^m workers. The Base-(k+1) graph (Takezawa et al., "Beyond
 Exponential Graph", NeurIPS 2023, arXiv 2305.11420) does so for every n while nobody talks to more
 than k peers at once. It is written here as plain combinatorics on ranks, without a matrix in sight,
-so that each step can be read next to the paper; `topology.BaseGraph` turns a phase into a matrix.
+so that each step can be read next to the paper; `graphs.BaseGraph` turns a phase into a matrix.
 
 A phase is a tuple of links (i, j, w): i and j weigh each other with w, and each rank keeps what is
 left of 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from consensus_opt.timing import positive_int
+from consensus_opt.checks import whole_field
 
 
 @dataclass(frozen=True)
@@ -14,4 +14,4 @@ class Fixed:
     exchanges: int = 1
 
     def __post_init__(self) -> None:
-        positive_int(self.exchanges, "exchanges", "gossip_sgd('ring', exchanges=2)")
+        whole_field(self, "exchanges", "gossip_sgd('ring', exchanges=2)")

@@ -4,8 +4,8 @@ A chunk is sent straight from the parameters' own buffer. While the next chunks 
 that has arrived is mixed in: it is small enough to still be in the cache, so an exchange costs
 little more than its messages, and needs only a few chunks of memory.
 
-Every product and every sum rounds once (``mul_``, then ``add_``, never a fused multiply-add): the
-bits of the result do not depend on how the vector was cut.
+Products and sums are separate operations, never a fused multiply-add, so that each rounds once and
+the bits of the result do not depend on how the vector was cut.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from consensus_opt.topology import MixingMatrix
-from consensus_opt.transport import Pending, Transport, arithmetic_dtype
+from consensus_opt.mixing import MixingMatrix
+from consensus_opt.transport import Pending, Terms, Transport, arithmetic_dtype, terms
+
+_CACHED = 1 << 18
+"""Elements of a part that stays in the cache while it is mixed."""
 
 Message = tuple[int, Tensor]
 """A peer, and the bytes to send to it or the place for what comes from it."""
@@ -32,8 +35,12 @@ class PointToPoint(Transport):
         window: Number of chunks on their way at the same time.
     """
 
-    chunk_bytes: int
+    chunk_bytes: int = 8 << 20
     window: int = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._staging: dict[tuple[torch.device, torch.dtype, int, int], Tensor] = {}
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -54,10 +61,18 @@ class PointToPoint(Transport):
         rows = own.new_empty((len(peers), *own.shape))
         sends = [(peer, own.view(torch.uint8)) for peer in mixing.sends(self.rank)]
         receives = [(peer, row.view(torch.uint8)) for peer, row in zip(peers, rows, strict=True)]
-        pending = self.post(sends, receives)
-        with self.waiting():
-            pending.wait()
+        self.post(sends, receives).wait()
         return rows.cpu()
+
+    def staging(self, like: Tensor, length: int, slots: int) -> Tensor:
+        """Return room for received chunks, ``(slots, length)``, kept from exchange to exchange.
+
+        Fresh memory would cost as much as the messages: the system clears each page of it.
+        """
+        key = (like.device, like.dtype, length, slots)
+        if key not in self._staging:
+            self._staging[key] = like.new_empty((slots, length))
+        return self._staging[key]
 
 
 class _ChunkedExchange:
@@ -66,66 +81,69 @@ class _ChunkedExchange:
     def __init__(
         self, transport: PointToPoint, flat: Tensor, mixing: MixingMatrix, out: Tensor
     ) -> None:
-        self._transport = transport
-        self._flat, self._out = flat, out
-        self._receives = mixing.receives(transport.rank)
+        self._transport, self._flat, self._out = transport, flat, out
         self._sends = mixing.sends(transport.rank)
-        self._self_weight = mixing.self_weight(transport.rank)
-        step = max(1, transport.chunk_bytes // flat.element_size())
+        self._terms = terms(mixing, transport.rank)
+        length = max(1, min(transport.chunk_bytes // flat.element_size(), flat.numel()))
         self._todo = deque(
-            (start, min(start + step, flat.numel())) for start in range(0, flat.numel(), step)
+            slice(start, min(start + length, flat.numel()))
+            for start in range(0, flat.numel(), length)
         )
-        self._staging = [
-            [flat.new_empty(min(step, flat.numel())) for _ in self._receives]
-            for _ in range(min(transport.window, len(self._todo)))
-        ]
+        window, peers = min(transport.window, len(self._todo)), len(self._terms.peers)
+        room = transport.staging(flat, length, max(transport.window, 1) * peers)
         self._travelling: deque[tuple[slice, list[Tensor], Pending]] = deque()
-        for staging in self._staging:
-            self._post(staging)
+        for slot in range(window):
+            self._post(list(room[slot * peers : (slot + 1) * peers]))
 
     def wait(self) -> None:
         while self._travelling:
             chunk, received, pending = self._travelling.popleft()
-            with self._transport.waiting():
-                pending.wait()
+            pending.wait()
             length = chunk.stop - chunk.start
-            terms = [
-                (weight, staged[:length])
-                for (_, weight), staged in zip(self._receives, received, strict=True)
-            ]
-            mix(self._flat[chunk], self._self_weight, terms, self._out[chunk])
+            arrived = [staged[:length] for staged in received]
+            mix(self._flat[chunk], self._terms, arrived, self._out[chunk])
             if self._todo:
                 self._post(received)
 
     def _post(self, staging: list[Tensor]) -> None:
-        chunk = slice(*self._todo.popleft())
+        chunk = self._todo.popleft()
         wire = self._flat[chunk].view(torch.uint8)
         length = chunk.stop - chunk.start
         receives = [
             (peer, staged[:length].view(torch.uint8))
-            for (peer, _), staged in zip(self._receives, staging, strict=True)
+            for (peer, _), staged in zip(self._terms.peers, staging, strict=True)
         ]
         pending = self._transport.post([(peer, wire) for peer in self._sends], receives)
         self._travelling.append((chunk, staging, pending))
 
 
-def mix(own: Tensor, self_weight: float, terms: list[tuple[float, Tensor]], out: Tensor) -> None:
-    """Compute ``out <- self_weight * own + sum_j w_j received_j`` for one chunk.
+def mix(own: Tensor, terms: Terms, received: Sequence[Tensor], out: Tensor) -> None:
+    """Compute ``out <- scale (own_factor * own + sum_j factor_j received_j)`` for one chunk.
 
-    Half precision is mixed in fp32 and rounded once at the end. The received tensors are spoilt.
+    Half precision is mixed in fp32 and rounded once at the end.
 
     Args:
-        own: The worker's own chunk, shape (c,).
-        self_weight: Its weight ``W[m, m]``.
-        terms: Weight and received chunk of each peer, in ascending order of the peers.
+        own: The worker's own chunk, shape ``(c,)``.
+        terms: Its factors.
+        received: The chunk of each peer, in the order of ``terms.peers``; spoilt.
         out: Where the result goes; may be ``own``.
     """
+    length = _CACHED if own.device.type == "cpu" else max(1, own.numel())
+    for start in range(0, own.numel(), length):
+        part = slice(start, start + length)
+        _mix_part(own[part], terms, [chunk[part] for chunk in received], out[part])
+
+
+def _mix_part(own: Tensor, terms: Terms, received: Sequence[Tensor], out: Tensor) -> None:
     wide = arithmetic_dtype(own.dtype)
-    total = out if wide == own.dtype else own.new_empty(own.shape, dtype=wide)
-    torch.mul(own, self_weight, out=total) if wide == own.dtype else total.copy_(own).mul_(
-        self_weight
-    )
-    for weight, received in terms:
-        total.add_(received.to(wide).mul_(weight))
+    total = out if wide == own.dtype else torch.empty_like(own, dtype=wide)
+    if terms.own != 1.0:
+        torch.mul(own.to(wide), terms.own, out=total)
+    elif total is not own:
+        total.copy_(own)
+    for (_, factor), chunk in zip(terms.peers, received, strict=True):
+        total.add_(chunk.to(wide) if factor == 1.0 else chunk.to(wide).mul_(factor))
+    if terms.scale != 1.0:
+        total.mul_(terms.scale)
     if total is not out:
         out.copy_(total)

@@ -40,13 +40,13 @@ class Force:
 
     def __post_init__(self) -> None:
         low, high = self.pull.bounds
-        if not (0 < low and high <= 1):
+        if not (low > 0 and high <= 1):
             raise ValueError(
                 f"the pull alpha must stay in (0, 1], and goes from {low} to {high}; "
                 "write dppf(alpha=0.1), or local_sgd(...) for hard averaging (alpha = 1)"
             )
         low, high = self.push.bounds
-        if not (0 <= low and high < float("inf")):
+        if not (low >= 0 and high < float("inf")):
             raise ValueError(
                 f"the push lambda must be a finite number of at least 0, and goes from {low} to "
                 f"{high}; write dppf(lam=0.5), which settles at the valley width lam / alpha"
@@ -105,7 +105,7 @@ def _row_sums(x: Tensor, c: Tensor) -> Tensor:
 def _chunks(x: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     wide = arithmetic_dtype(x.dtype)
     length = _CHUNK.get(x.device.type, _CHUNK_ELSEWHERE)
-    for part, centre in zip(x.split(length), c.split(length), strict=True):
+    for part, centre in zip(torch.split(x, length), torch.split(c, length), strict=True):
         yield part.to(wide), centre.to(wide)
 
 

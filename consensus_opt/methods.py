@@ -8,8 +8,9 @@ recipe is a new combination.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
-import networkx as nx  # type: ignore[import-untyped]
+import networkx as nx
 
 from consensus_opt.averaging import AllReduce, Average, Gossip
 from consensus_opt.control import Fixed
@@ -18,7 +19,7 @@ from consensus_opt.schedules import Schedule, schedule
 from consensus_opt.timing import Every, PostLocal, QuadraticSync, Timing
 from consensus_opt.topology import Topology, topology
 
-AnyTopology = str | nx.Graph | Topology
+AnyTopology: TypeAlias = str | nx.Graph | Topology
 """A topology, its name, or a networkx graph over the ranks."""
 
 

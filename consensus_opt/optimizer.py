@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consensus_opt.checks import whole
 from consensus_opt.methods import Method
 from consensus_opt.rounds import Rounds
 from consensus_opt.telemetry import Sink, as_sinks
-from consensus_opt.timing import positive_int
 from consensus_opt.transport import Transport
 
 KEY = "consensus"
@@ -69,7 +69,9 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         telemetry: Sink | Sequence[Sink] | None = None,
         timeout: float = 300.0,
     ) -> None:
-        _check_arguments(optimizer, method, model, transport, total_steps)
+        _check_arguments(optimizer, method, model, transport)
+        if total_steps is not None:
+            total_steps = whole(total_steps, "total_steps", "total_steps=epochs * len(loader)")
         # Before `_inner` exists, what the base class assigns to the live views is ignored.
         super().__init__(optimizer.param_groups, getattr(optimizer, "defaults", {}))
         self._inner = optimizer
@@ -82,7 +84,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         everything = [*self._all_parameters(), *self._buffers()] if broadcast else []
         self._connected().start(self._trainable(), everything, self._lr())
 
-    # ------------------------------------------------------------------ views of the inner optimizer
+    # ------------------------------------------------------------------ the inner optimizer's own
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -143,7 +145,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
 
     @property
     def transport(self) -> Transport:
-        """The way to the other workers. A pickled copy finds one at its first step, or is given it."""
+        """The way to the other workers; a pickled copy finds one at its first step, or is given."""
         if not hasattr(self._rounds, "transport"):
             self._rounds.connect(_find_transport(self._timeout))
         return self._rounds.transport
@@ -201,7 +203,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         self._communicate()
         return loss
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _communicate(self) -> None:
         self._connected().tick(self._trainable(), self._lr())
 
@@ -235,7 +237,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         A collective call: enter it on all ranks. Floating-point buffers of ``model`` are averaged
         too; integer ones stay. Memory: one more model while it lasts.
         """
-        with self._connected().averaged(self._trainable(), self._buffers()):
+        with self._connected().averaged(self._all_parameters(), self._buffers()):
             self._averaging = True
             try:
                 yield
@@ -244,11 +246,11 @@ class ConsensusOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
-        self._connected().synchronize(self._trainable(), self._buffers())
+        self._connected().synchronize(self._all_parameters(), self._buffers())
 
     def consensus_distance(self) -> float:
         """Return ``Xi = sqrt(mean_m ||x_m - x_A||^2)`` over all parameters, exactly; collective."""
-        return self._connected().distance(self._trainable())
+        return self._connected().distance(self._all_parameters())
 
     # ------------------------------------------------------------------ checkpoints and copies
 
@@ -267,6 +269,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or (with a warning) of the inner optimizer alone."""
+        state_dict = {**state_dict}  # hooks may change it, and it is the caller's
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
@@ -324,9 +327,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0].get("lr", 0.0))
 
 
-def _check_arguments(
-    optimizer: Any, method: Any, model: Any, transport: Any, total_steps: int | None
-) -> None:
+def _check_arguments(optimizer: Any, method: Any, model: Any, transport: Any) -> None:
     needed = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
     missing = [name for name in needed if not hasattr(optimizer, name)]
     if missing:
@@ -351,8 +352,6 @@ def _check_arguments(
             f"transport must be a Transport, and is {transport!r}; write transport="
             "TorchTransport(group) or leave it out"
         )
-    if total_steps is not None:
-        positive_int(total_steps, "total_steps", "total_steps=epochs * len(loader)")
 
 
 def _find_transport(timeout: float) -> Transport:

@@ -222,8 +222,12 @@ class Rounds:
     def _collect(
         self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> tuple[FlatParameters, FlatParameters]:
-        """Lay out parameters and floating-point buffers, and meet the other ranks."""
-        flat = self._refresh(self._flat.tensors if self._flat is not None else parameters)
+        """Lay out parameters and floating-point buffers, and meet the other ranks.
+
+        Parameters that took part in the last round do so here too if they are frozen for a while.
+        """
+        held = {id(tensor) for tensor in self._flat.tensors} if self._flat is not None else set()
+        flat = self._refresh([p for p in parameters if p.requires_grad or id(p) in held])
         floating = [b for b in buffers if b.is_floating_point() or b.is_complex()]
         extra = FlatParameters(floating, self.transport.batch, views=False)
         if self.transport.size > 1:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """A scalar over training."""
 
@@ -108,7 +109,7 @@ def schedule(value: float | Schedule, shape: str = "constant") -> Schedule:
             f"unknown schedule {shape!r}; known are {', '.join(SHAPES)}; "
             "write for example dppf(schedule='cosine_up')"
         )
-    if hasattr(value, "at"):
+    if isinstance(value, Schedule):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(

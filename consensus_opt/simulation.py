@@ -8,8 +8,7 @@ is no second implementation of any method that could drift from the first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
+from consensus_opt.checks import whole
 from consensus_opt.methods import Method
 from consensus_opt.optimizer import ConsensusOptimizer
 from consensus_opt.telemetry import Sink
-from consensus_opt.timing import positive_int
 from consensus_opt.transport import StackedTransport
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+_Gradients = Callable[..., tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]]
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -62,7 +62,7 @@ class Simulation:
         total_steps: int | None = None,
         telemetry: Sink | Sequence[Sink] | None = None,
     ) -> None:
-        positive_int(n, "n", "Simulation(model, 16, gossip_sgd('ring'))")
+        n = whole(n, "n", "Simulation(model, 16, gossip_sgd('ring'))")
         self.model = copy.deepcopy(model)
         self._trainable = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
         _check_dtypes(self._trainable)
@@ -78,7 +78,7 @@ class Simulation:
             telemetry=telemetry,
         )
         per_worker = grad_and_value(self._loss_of(loss), has_aux=True)
-        self._gradients = vmap(per_worker, in_dims=0, randomness="different")
+        self._gradients: _Gradients = vmap(per_worker, in_dims=0, randomness="different")
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Let each worker take one step on a batch of its own.
@@ -127,7 +127,7 @@ class Simulation:
         return run
 
     def _unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        pieces = row.split([p.numel() for p in self._trainable.values()])
+        pieces = torch.split(row, [p.numel() for p in self._trainable.values()])
         items = zip(self._trainable.items(), pieces, strict=True)
         return {name: piece.view(p.shape) for (name, p), piece in items}
 

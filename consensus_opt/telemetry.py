@@ -86,7 +86,7 @@ class TensorBoard:
                 "telemetry.TensorBoard needs the package tensorboard, which is not installed; "
                 "write pip install 'consensus-opt[report]', or use telemetry.JsonLines(path)"
             ) from error
-        self._writer = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(log_dir))
 
     def __call__(self, record: RoundRecord) -> None:
         """Write one scalar for each known number."""
@@ -94,8 +94,8 @@ class TensorBoard:
         step = values.pop("step")
         for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(f"consensus/{name}", value, step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"consensus/{name}", value, step)
+        self._writer.flush()
 
 
 def as_sinks(telemetry: Sink | Sequence[Sink] | None) -> tuple[Sink, ...]:

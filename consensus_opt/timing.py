@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from consensus_opt.checks import whole_field
+
 
 class Timing(Protocol):
     """When rounds happen."""
@@ -31,7 +33,7 @@ class Every:
     uses_lr = False
 
     def __post_init__(self) -> None:
-        positive_int(self.period, "period", "local_sgd(period=4)")
+        whole_field(self, "period", "local_sgd(period=4)")
 
     def next_round(self, step: int, lr: float, total: int | None) -> int:
         """Return the next multiple of the period."""
@@ -51,8 +53,8 @@ class PostLocal:
     uses_lr = False
 
     def __post_init__(self) -> None:
-        positive_int(self.until, "until", "post_local(until=total_steps // 2, period=16)")
-        positive_int(self.period, "period", "post_local(until=total_steps // 2, period=16)")
+        for field in ("until", "period"):
+            whole_field(self, field, "post_local(until=total_steps // 2, period=16)")
 
     def next_round(self, step: int, lr: float, total: int | None) -> int:
         """Return the next step before the switch, the next multiple of the period after it."""
@@ -82,7 +84,7 @@ class QuadraticSync:
     uses_lr = True
 
     def __post_init__(self) -> None:
-        positive_int(self.min_period, "min_period", "quadratic_sync(0.0175, min_period=4)")
+        whole_field(self, "min_period", "quadratic_sync(0.0175, min_period=4)")
         if not 0 < self.coefficient < math.inf:
             raise ValueError(
                 f"coefficient must be a positive number, and is {self.coefficient!r}; "
@@ -96,11 +98,3 @@ class QuadraticSync:
         period = max(self.min_period, math.floor(min(growth, longest)))
         end = step + period
         return min(end, total) if total is not None and step < total else end
-
-
-def positive_int(value: object, name: str, example: str) -> None:
-    """Raise unless ``value`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a positive integer, and is {value!r}; write {example}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, and is {value}; write {example}")

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from consensus_opt.topology import MixingMatrix
+from consensus_opt.checks import whole
+from consensus_opt.mixing import MixingMatrix
 
 
 class Pending(Protocol):
@@ -68,9 +70,9 @@ class Transport(ABC):
     def start_exchange(self, flat: Tensor, mixing: MixingMatrix, out: Tensor) -> Pending:
         """Start ``out_m <- sum_j W[m, j] flat_j``; ``out`` may be ``flat`` itself.
 
-        Neither tensor may be touched before ``wait()`` has returned. The terms are added in one
-        order, own first and then ascending peers, each product and each sum rounded once, so that
-        every transport gives the same bits.
+        Neither tensor may be touched before ``wait()`` has returned. Terms are those of
+        :func:`terms`, added one after the other, each product and each sum rounded once: every
+        transport gives the same bits.
         """
 
     @abstractmethod
@@ -142,20 +144,16 @@ class StackedTransport(Transport):
         n: Number of workers, at least 1.
 
     Raises:
-        ValueError: If ``n`` is not a positive integer.
+        TypeError: If ``n`` is no integer.
+        ValueError: If ``n`` is below 1.
     """
 
     rank = 0
 
     def __init__(self, n: int) -> None:
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(
-                f"StackedTransport needs a number of workers, a positive integer, and got {n!r}; "
-                "write StackedTransport(8)"
-            )
         super().__init__()
-        self.size = n
-        self.batch = (n,)
+        self.size = whole(n, "the number of workers", "StackedTransport(8)")
+        self.batch = (self.size,)
 
     def start_mean(self, flat: Tensor) -> Pending:
         """Replace every row by the mean row."""
@@ -164,14 +162,17 @@ class StackedTransport(Transport):
         return Done()
 
     def start_exchange(self, flat: Tensor, mixing: MixingMatrix, out: Tensor) -> Pending:
-        """Compute ``W @ flat`` in the order of terms that real ranks use."""
+        """Compute ``W @ flat``, with the terms that real ranks add, in their order."""
         wide = flat.to(arithmetic_dtype(flat.dtype))
-        mixed = wide * _column(mixing, [(m, m) for m in range(self.size)], wide)
-        for pairs in _slots(mixing):
-            rows = torch.tensor([m for m, _ in pairs], device=flat.device)
-            peers = torch.tensor([j for _, j in pairs], device=flat.device)
-            mixed.index_add_(0, rows, wide[peers].mul_(_column(mixing, pairs, wide)))
-        out.copy_(mixed)
+        rows = [terms(mixing, m) for m in range(self.size)]
+        mixed = wide * _column([row.own for row in rows], wide)
+        for slot in range(max(len(row.peers) for row in rows)):
+            here = [m for m, row in enumerate(rows) if slot < len(row.peers)]
+            peers, factors = zip(*(rows[m].peers[slot] for m in here), strict=True)
+            index = torch.tensor(here, device=flat.device)
+            received = wide[torch.tensor(peers, device=flat.device)]
+            mixed.index_add_(0, index, received.mul_(_column(factors, wide)))
+        out.copy_(mixed.mul_(_column([row.scale for row in rows], wide)))
         self.bytes_sent += mixing.messages * flat.shape[-1] * flat.element_size()
         return Done()
 
@@ -191,6 +192,26 @@ class StackedTransport(Transport):
         return f"StackedTransport({self.size})"
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How one worker mixes: ``scale * (own x_m + sum over peers (factor x_j))``."""
+
+    own: float
+    peers: tuple[tuple[int, float], ...]
+    scale: float
+
+
+def terms(mixing: MixingMatrix, rank: int) -> Terms:
+    """Return the terms of row ``rank``, peers ascending.
+
+    Equal weights are multiplied in once, at the end, which saves a pass for each peer.
+    """
+    own, peers = mixing.self_weight(rank), mixing.receives(rank)
+    if all(abs(weight - own) < 1e-12 for _, weight in peers):
+        return Terms(1.0, tuple((peer, 1.0) for peer, _ in peers), own)
+    return Terms(own, peers, 1.0)
+
+
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are averaged: at least fp32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -208,13 +229,5 @@ def _mean_row(flat: Tensor) -> Tensor:
     return flat.sum(0, dtype=arithmetic_dtype(flat.dtype)).div_(flat.shape[0])
 
 
-def _slots(mixing: MixingMatrix) -> Iterator[list[tuple[int, int]]]:
-    """Yield, for k = 0, 1, ..., the pairs (worker, its k-th peer) of the workers that have one."""
-    receives = [[peer for peer, _ in mixing.receives(m)] for m in range(mixing.n)]
-    for slot in range(max(map(len, receives))):
-        yield [(m, peers[slot]) for m, peers in enumerate(receives) if slot < len(peers)]
-
-
-def _column(mixing: MixingMatrix, pairs: list[tuple[int, int]], like: Tensor) -> Tensor:
-    weights = [mixing.weights[m, j] for m, j in pairs]
-    return torch.tensor(weights, dtype=like.dtype, device=like.device).unsqueeze(-1)
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)

@@ -23,6 +23,7 @@ from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.transport import Pending, all_reduce_bytes, arithmetic_dtype
 
 _LONGEST_ROLL_CALL = 30.0
+_SPARE_SECONDS = 3.0
 _LAST_ONE_SECONDS = 2.0
 
 
@@ -45,7 +46,7 @@ class TorchTransport(PointToPoint):
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
-        chunk_bytes: int = 1 << 20,
+        chunk_bytes: int = 8 << 20,
     ) -> None:
         super().__init__()
         _check(group, timeout, chunk_bytes)
@@ -61,13 +62,15 @@ class TorchTransport(PointToPoint):
         self.rank, self.size = dist.get_rank(self._group), len(self._ranks)
         self._averages = "gloo" not in backend  # gloo has no ReduceOp.AVG
         self._device = torch.device("cuda" if self._averages else "cpu")
-        self._roll_call = _RollCall(self._group.group_name, self.rank, self.size, timeout)
+        store = distributed_c10d._get_default_store()
+        own = distributed_c10d.PrefixStore(f"consensus_opt/{self._group.group_name}", store)
+        self._roll_call = RollCall(own, self.rank, self.size, timeout)
 
     def start_mean(self, flat: Tensor) -> Pending:
         """Start an all-reduce of the buffer itself; half precision is summed in fp32, in chunks."""
         self.bytes_sent += all_reduce_bytes(flat, self.size)
         if arithmetic_dtype(flat.dtype) != flat.dtype:
-            return _HalfMean(self, flat)
+            return HalfMean(self, flat)
         return self.start_sum(flat, average=True)
 
     def start_sum(self, flat: Tensor, average: bool) -> _Work:
@@ -122,7 +125,7 @@ class TorchTransport(PointToPoint):
                 raise
             self._close()
             absent = self._roll_call.absent()
-            raise _peer_error(self, peer, absent, error) from error
+            raise peer_error(self, peer, absent, error) from error
 
     def _close(self) -> None:
         """Close the transport's own group, so that ranks that wait for this one stop waiting."""
@@ -152,40 +155,39 @@ class _Work:
             self._finish()
 
 
-class _HalfMean:
+class HalfMean:
     """A mean in fp32 of a tensor in half precision, a chunk at a time."""
 
     def __init__(self, transport: TorchTransport, flat: Tensor) -> None:
         self._transport, self._flat = transport, flat
 
     def wait(self) -> None:
-        for chunk in self._flat.split(self._transport.chunk_bytes // 2):
+        for chunk in torch.split(self._flat, self._transport.chunk_bytes // 2):
             wide = chunk.to(arithmetic_dtype(chunk.dtype))
             self._transport.start_sum(wide, average=True).wait()
             chunk.copy_(wide)
 
 
-class _RollCall:
+class RollCall:
     """Finds out, after a failure, which ranks do not answer.
 
-    A rank that fails signs a list in the process group's store. Ranks that wait fail too, soon
+    A rank that fails signs a list in a store that all ranks reach. Ranks that wait fail too, soon
     (their peer has closed the group) or at their own timeout, and sign. Who does not sign is dead,
     stopped or still busy elsewhere.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
-        store = distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"consensus_opt/{name}", store)
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self._store = store
         self._rank, self._size = rank, size
-        self._seconds = min(timeout, _LONGEST_ROLL_CALL)
+        self._seconds = min(timeout, _LONGEST_ROLL_CALL) + _SPARE_SECONDS
 
-    def absent(self) -> list[int]:
-        """Return the ranks that did not sign; an empty list if the store is gone too."""
+    def absent(self) -> list[int] | None:
+        """Return the ranks that did not sign; None if the store is gone too."""
         try:
             self._store.set(str(self._rank), "failed")
             return self._wait_for_others()
-        except (RuntimeError, ValueError):
-            return []
+        except RuntimeError:
+            return None
 
     def _wait_for_others(self) -> list[int]:
         start = alone_since = time.monotonic()
@@ -200,21 +202,27 @@ class _RollCall:
         return absent
 
 
-def _peer_error(
-    transport: TorchTransport, peer: int | None, absent: list[int], cause: Exception
+def peer_error(
+    transport: Timed, peer: int | None, absent: list[int] | None, cause: Exception
 ) -> PeerError:
-    if absent:
-        who = f"rank {absent[0]} does" if len(absent) == 1 else f"ranks {absent} do"
-        ranks = absent
-    elif peer is not None:
-        who, ranks = f"rank {peer} does", [peer]
+    """Say who did not answer: those absent at the roll call, else the peer waited for."""
+    named = absent if absent is not None or peer is None else [peer]
+    seconds = f"{transport.timeout:g} s"
+    if named == []:
+        text = (
+            f"all ranks gave up in the call that rank {transport.rank} is in: they did not come to "
+            f"it within {seconds} of each other"
+        )
     else:
-        who, ranks = "a peer does", []
+        who = f"rank {named[0]} does" if named and len(named) == 1 else f"ranks {named} do"
+        text = (
+            f"{who if named else 'a peer does'} not answer rank {transport.rank} within {seconds}: "
+            "dead, stopped, or not in the same call. Look at the log of that rank"
+        )
     return PeerError(
-        f"{who} not answer rank {transport.rank} within {transport.timeout:g} s: dead, stopped, or "
-        "not in the same call. Look at the log of that rank; if it is only slow, pass a larger "
-        f"timeout to ConsensusOptimizer. The engine said: {cause}",
-        tuple(ranks),
+        f"{text}; where a rank is only slow, pass a larger timeout to ConsensusOptimizer. "
+        f"The engine said: {cause}",
+        tuple(named or ()),
     )
 
 
@@ -236,5 +244,5 @@ def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) ->
     if chunk_bytes < 1:
         raise ValueError(
             f"chunk_bytes must be a positive number of bytes, and is {chunk_bytes!r}; "
-            "write chunk_bytes=1 << 20"
+            "write chunk_bytes=8 << 20"
         )

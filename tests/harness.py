@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with gloo between them, a time limit, and an end with the test."""
+"""Real ranks for tests: processes with gloo between them, a time limit, an end with the test."""
 
 from __future__ import annotations
 

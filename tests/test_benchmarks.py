@@ -162,7 +162,15 @@ def test_learning_rate_warms_up_then_falls() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--epochs", "0"], ["--lr", "-1"], ["--period", "2.5"], ["--method", "hogwild"]]
+    "arguments",
+    [
+        ["--epochs", "0"],
+        ["--lr", "-1"],
+        ["--period", "2.5"],
+        ["--method", "hogwild"],
+        ["--alpha", "1.5"],
+        ["--topology", "moebius"],
+    ],
 )
 def test_bad_options_end_the_program(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -199,10 +207,16 @@ def _epoch(**changes: float) -> record.Epoch:
     return dataclasses.replace(one, **changes)
 
 
+def _result(last: record.Epoch, method: str) -> dict:
+    asked = options.parse(["--method", method])
+    rest = {"size": 2, "engine": "gloo", "parameters": 10, "test_images": 10, "seconds": 2.0}
+    return record.result(last, asked, **rest)
+
+
 def test_a_run_that_diverged_still_leaves_valid_json(tmp_path: Path) -> None:
     last = _epoch(train_loss=math.nan, consensus_distance=math.inf)
     record.append(tmp_path, last)
-    record.write(tmp_path, record.result(last, options.parse([]), 2, "gloo", 10, 2.0))
+    record.write(tmp_path, _result(last, "dppf"))
     text = (tmp_path / record.RESULT).read_text() + (tmp_path / record.METRICS).read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
@@ -215,14 +229,14 @@ def test_a_run_that_diverged_still_leaves_valid_json(tmp_path: Path) -> None:
 
 def test_the_table_has_a_row_for_each_method_and_means_over_seeds() -> None:
     def run(method: str, accuracy: float) -> dict:
-        asked = options.parse(["--method", method])
-        return record.result(_epoch(test_accuracy=accuracy), asked, 2, "gloo", 10, 2.0)
+        return _result(_epoch(test_accuracy=accuracy), method)
 
     view = compare.table({"sync": [run("sync", 0.9)], "dppf": [run("dppf", 0.8), run("dppf", 1)]})
     assert view.row_count == 2
     cells = [list(column.cells) for column in view.columns]
     assert cells[0] == ["sync", "dppf"]
     assert cells[1] == ["90.0 %", "90.0 ± 14.1 %"]
+    assert cells[2] == ["80.0 - 90.0 %"] * 2
     assert cells[5] == ["12.5%", "12.5%"]  # 60 bytes of 12 steps x 40 bytes
 
 
@@ -271,5 +285,5 @@ def _running(argument: str) -> list[str]:
 def test_a_run_out_of_time_leaves_no_process_behind(tmp_path: Path) -> None:
     arguments = ["--method=sync", "--epochs=100000", f"--out={tmp_path}"]
     with pytest.raises(subprocess.TimeoutExpired):
-        torchrun(arguments, workers=2, timeout=10, quiet=True)
+        torchrun(arguments, workers=2, timeout=8, quiet=True)
     assert not _running(str(tmp_path))

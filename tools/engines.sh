@@ -16,13 +16,17 @@ sys.exit(not Path(sysconfig.get_path("include"), "Python.h").exists())
 END
 }
 
+# Debian's openmpi-bin brings mpicxx without the headers.
+mpi_headers() {
+    mpicxx -E -x c++ - <<<'#include <mpi.h>' >/dev/null 2>&1 || debian_install libopenmpi-dev
+}
+
 install_mpi() {
-    need mpirun openmpi-bin && need mpicxx libopenmpi-dev && pip_install mpi4py &&
-        python -c 'from mpi4py import MPI'
+    need mpirun openmpi-bin && pip_install mpi4py && python -c 'from mpi4py import MPI'
 }
 
 install_horovod() {
-    command -v mpicxx >/dev/null || { say "Horovod is built on MPI, which is missing"; return 1; }
+    command -v mpirun >/dev/null || { say "Horovod is built on MPI, which is missing"; return 1; }
     local wheels
     wheels=$(horovod_wheels) || return 1
     compgen -G "$wheels/*.whl" >/dev/null || build_horovod "$wheels" || return 1
@@ -44,7 +48,8 @@ END
 
 # Without pip's own cache, which does not know for which torch a wheel was built.
 build_horovod() {
-    compiler && pip_install setuptools wheel packaging psutil pyyaml cloudpickle cffi "cmake<4" || return 1
+    compiler && need mpicxx libopenmpi-dev && mpi_headers &&
+        pip_install setuptools wheel packaging psutil pyyaml cloudpickle cffi "cmake<4" || return 1
     say "building Horovod (some minutes)"
     local built log
     mkdir -p "$CACHE" && built=$(mktemp -d "$CACHE/build.XXXXXX") && log=$CACHE/horovod-build.log || return 1
@@ -61,7 +66,16 @@ build_horovod() {
 }
 
 install_deepspeed() {
-    compiler && DS_BUILD_OPS=0 pip_install --no-build-isolation deepspeed ninja && build_deepspeed_op
+    compiler && DS_BUILD_OPS=0 pip_install --no-build-isolation deepspeed ninja &&
+        build_deepspeed_op && check_shared_memory
+}
+
+# A rank that gets none dies of a signal, without a word.
+check_shared_memory() {
+    local free
+    free=$(df -Pm /dev/shm | awk 'NR == 2 { print $4 }')
+    ((free >= 512)) || say "note: DeepSpeed takes 66 MB of /dev/shm a rank, and $free MB are free" \
+        "(for a container: --shm-size=1g)"
 }
 
 # DeepSpeed compiles this op when it starts. A process killed meanwhile leaves a lock that every later

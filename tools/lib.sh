@@ -23,7 +23,7 @@ debian_install() {
     fi
     say "installing ${missing[*]}"
     apt-get update -qq </dev/null &&
-        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends -o Dpkg::Use-Pty=0 \
             "${missing[@]}" </dev/null >/dev/null
 }
 

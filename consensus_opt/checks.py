@@ -1,0 +1,46 @@
+"""Whole numbers in a configuration, checked where they are given.
+
+Any integer type is taken and a plain ``int`` kept: ranks compare configurations by their ``repr``
+(contract C3), and NumPy writes its own integers differently.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+
+def whole(value: SupportsIndex, name: str, example: str = "", least: int = 1) -> int:
+    """Return ``value`` as a plain int of at least ``least``.
+
+    Args:
+        value: The number given.
+        name: What it is called in the error.
+        example: What to write instead.
+        least: Smallest number allowed.
+
+    Raises:
+        TypeError: If ``value`` is no integer; a bool is none.
+        ValueError: If ``value`` is below ``least``.
+    """
+    message = (
+        f"{name} is {value!r}; it must be an integer of at least {least}; "
+        f"write {example or f'{least} or more'}"
+    )
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(message) from error
+    if isinstance(value, bool):
+        raise TypeError(message)
+    if number < least:
+        raise ValueError(message)
+    return number
+
+
+def whole_field(
+    config: object, field: str, example: str = "", least: int = 1, name: str = ""
+) -> None:
+    """Check a field of a frozen dataclass with :func:`whole`, in its ``__post_init__``."""
+    number = whole(getattr(config, field), name or field, example, least)
+    object.__setattr__(config, field, number)
