@@ -108,6 +108,7 @@ def distribute(
         optimizer,
         method,
         model=model,
+        transport=worker.transport,
         total_steps=steps,
         telemetry=JsonLines(Path(options.out) / record.ROUNDS) if worker.first else None,
     )

@@ -6,12 +6,22 @@ forms an *average* with other workers over a *transport* and lets a *force* move
 """
 
 from consensus_opt.averaging import AllReduce, Gossip
-from consensus_opt.control import Fixed
+from consensus_opt.control import Fixed, KeepBelow
+from consensus_opt.distance import Sketch
 from consensus_opt.errors import PeerError, RankMismatchError
 from consensus_opt.forces import Force
-from consensus_opt.methods import Method, dppf, gossip_sgd, local_sgd, post_local, quadratic_sync
+from consensus_opt.methods import (
+    Method,
+    consensus_control,
+    dppf,
+    gossip_sgd,
+    local_sgd,
+    post_local,
+    quadratic_sync,
+)
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.optimizer import ConsensusOptimizer
+from consensus_opt.targets import GradientNorm, OfReference
 from consensus_opt.telemetry import JsonLines, RoundRecord, TensorBoard
 from consensus_opt.timing import Every, PostLocal, QuadraticSync
 from consensus_opt.topology import Topology
@@ -26,18 +36,23 @@ __all__ = [
     "Fixed",
     "Force",
     "Gossip",
+    "GradientNorm",
     "JsonLines",
+    "KeepBelow",
     "Method",
     "MixingMatrix",
+    "OfReference",
     "PeerError",
     "PostLocal",
     "QuadraticSync",
     "RankMismatchError",
     "RoundRecord",
+    "Sketch",
     "StackedTransport",
     "TensorBoard",
     "Topology",
     "Transport",
+    "consensus_control",
     "dppf",
     "gossip_sgd",
     "local_sgd",

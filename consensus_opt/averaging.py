@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from consensus_opt.acceleration import accelerate
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.topology import Topology
 from consensus_opt.transport import Transport
@@ -83,14 +84,27 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Gossip:
-    """A weighted mean over the neighbours in a graph: ``x_C = sum_j W[m, j] x_j``."""
+    """A weighted mean over the neighbours in a graph: ``x_C = sum_j W[m, j] x_j``.
+
+    Args:
+        topology: The graph and its weights.
+        accelerated: Replace several exchanges that are made together by the polynomial of W that
+            mixes best (see :mod:`consensus_opt.acceleration`); needs a fixed symmetric W.
+    """
 
     topology: Topology
+    accelerated: bool = False
     exact = False
 
     def validate(self, size: int) -> None:
         """Raise ``ValueError`` if the topology does not fit this number of workers."""
         self.topology.validate(size)
+        if self.accelerated and self.topology.cycle(size) != 1:
+            raise ValueError(
+                f"the topology {self.topology.name!r} changes from exchange to exchange, and only "
+                "a fixed one can be accelerated; use 'ring' or 'torus', or accelerated=False"
+            )
+        self._mixings(size, 0, 1)
 
     def mixing(self, size: int, exchange: int) -> MixingMatrix | None:
         """Return the topology's matrix in this phase."""
@@ -106,8 +120,12 @@ class Gossip:
     ) -> None:
         """Exchange with the neighbours; every exchange but the first starts from ``outs``."""
         source = flats
-        for phase in range(first, first + exchanges):
-            mixing = self.topology.mixing(transport.size, phase)
+        for mixing in self._mixings(transport.size, first, exchanges):
             for flat, out in zip(source, outs, strict=True):
                 transport.exchange(flat, mixing, out)
             source = outs
+
+    def _mixings(self, size: int, first: int, exchanges: int) -> Sequence[MixingMatrix]:
+        if self.accelerated:
+            return accelerate(self.topology.mixing(size, first), exchanges)
+        return [self.topology.mixing(size, first + k) for k in range(exchanges)]

@@ -36,8 +36,8 @@ class FlatParameters:
         tensors: Parameters of any shapes, strides, devices and dtypes. For stacked workers each
             has the shape ``batch + shape``.
         batch: Leading shape, ``()`` or ``(n,)``.
-        views: Turn the tensors into views of the buffers where that is possible. Without it all of
-            them are packed, and stay as they are.
+        views: Turn the tensors into views of the buffers where that is possible. Without it they
+            stay where they are: packed, unless they lie one after the other already.
 
     Attributes:
         buffers: One real tensor of shape ``batch + (P,)`` for each (device, dtype), in the order
@@ -51,7 +51,7 @@ class FlatParameters:
     def __init__(
         self, tensors: Iterable[Tensor], batch: tuple[int, ...] = (), views: bool = True
     ) -> None:
-        self._batch, self._views = batch, views
+        self._batch = batch
         self.tensors = list(tensors)
         for tensor in self.tensors:
             _check(tensor, batch)
@@ -107,7 +107,7 @@ class FlatParameters:
 
     def _build(self, group: list[Tensor], viewable: list[Tensor]) -> _Buffer:
         members, width = self._place(group)
-        if self._views and (memory := _already_flat(members, width, self._batch)) is not None:
+        if (memory := _already_flat(members, width, self._batch)) is not None:
             return _Buffer(memory, members, [], owned=False)
         ids = {id(tensor) for tensor in viewable}
         viewed = [member for member in members if id(member[0]) in ids]

@@ -13,9 +13,12 @@ from typing import TypeAlias
 import networkx as nx
 
 from consensus_opt.averaging import AllReduce, Average, Gossip
-from consensus_opt.control import Fixed
+from consensus_opt.control import Control, Fixed, KeepBelow
+from consensus_opt.distance import Sketch
 from consensus_opt.forces import Force
+from consensus_opt.graphs import Undirected
 from consensus_opt.schedules import Schedule, schedule
+from consensus_opt.targets import GradientNorm, Target, as_target
 from consensus_opt.timing import Every, PostLocal, QuadraticSync, Timing
 from consensus_opt.topology import Topology, topology
 
@@ -37,7 +40,7 @@ class Method:
     timing: Timing = Every(1)
     average: Average = AllReduce()
     force: Force = Force()
-    control: Fixed = Fixed(1)
+    control: Control = Fixed(1)
 
 
 def local_sgd(period: int) -> Method:
@@ -77,7 +80,9 @@ def quadratic_sync(coefficient: float, min_period: int = 4) -> Method:
     return Method(timing=QuadraticSync(coefficient, min_period))
 
 
-def gossip_sgd(topology: AnyTopology, period: int = 1, exchanges: int = 1) -> Method:
+def gossip_sgd(
+    topology: AnyTopology, period: int = 1, exchanges: int = 1, accelerated: bool = False
+) -> Method:
     """Decentralized SGD: average with the neighbours in a graph, ``x_i <- sum_j w_ij x_j``.
 
     Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
@@ -88,8 +93,43 @@ def gossip_sgd(topology: AnyTopology, period: int = 1, exchanges: int = 1) -> Me
             or a networkx graph over the ranks.
         period: Steps between rounds.
         exchanges: Exchanges in a round.
+        accelerated: Weigh the exchanges of a round so that together they mix best; for a topology
+            that is fixed and symmetric.
     """
-    return Method(Every(period), Gossip(_resolve(topology)), control=Fixed(exchanges))
+    average = Gossip(_resolve(topology), accelerated)
+    return Method(Every(period), average, control=Fixed(exchanges))
+
+
+def consensus_control(
+    topology: AnyTopology,
+    target: float | Target | None = None,
+    during: tuple[float, float] = (0.0, 0.5),
+    most: int = 16,
+    period: int = 1,
+    accelerated: bool | None = None,
+    meter: Sketch | None = None,
+) -> Method:
+    """Gossip that exchanges until the consensus distance is below its target.
+
+    Source: Kong et al., "Consensus Control for Decentralized Deep Learning", ICML 2021.
+
+    Args:
+        topology: The graph, its name, or a networkx graph over the ranks.
+        target: What Xi must not exceed: a number, or a target of :mod:`consensus_opt.targets`;
+            ``0.25 phi`` (``GradientNorm(0.25)``) by default. ``math.inf`` only measures.
+        during: Part of training that is controlled, as fractions of ``total_steps``.
+        most: Most exchanges in a round.
+        period: Steps between rounds.
+        accelerated: Weigh exchanges that are made together so that they mix best; by default
+            wherever the topology is fixed and undirected.
+        meter: How Xi is measured.
+    """
+    graph = _resolve(topology)
+    if accelerated is None:
+        accelerated = isinstance(graph, Undirected)
+    limit = GradientNorm() if target is None else as_target(target)
+    control = KeepBelow(limit, during, most, meter or Sketch())
+    return Method(Every(period), Gossip(graph, accelerated), control=control)
 
 
 def dppf(

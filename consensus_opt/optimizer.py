@@ -56,6 +56,8 @@ class ConsensusOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _views = True
+    """Whether parameters may move into one flat buffer; not where others hold their memory."""
 
     def __init__(
         self,
@@ -79,9 +81,9 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         self._found_inf: Tensor | None = None
         self._averaging = False
         self._timeout = timeout
-        self._rounds = Rounds(method, total_steps, as_sinks(telemetry))
+        self._rounds = Rounds(method, total_steps, as_sinks(telemetry), self._views)
         self.transport = transport or _find_transport(timeout)
-        everything = [*self._all_parameters(), *self._buffers()] if broadcast else []
+        everything = self._everything() if broadcast else []
         self._connected().start(self._trainable(), everything, self._lr())
 
     # ------------------------------------------------------------------ the inner optimizer's own
@@ -199,23 +201,25 @@ class ConsensusOptimizer(torch.optim.Optimizer):
                 "step() was called inside 'with optimizer.averaged():', where the parameters are "
                 "the mean model's and will be put back; train outside of the block"
             )
-        loss = self._inner_step(closure)
-        self._communicate()
+        # GradScaler sets these two for the duration of a step, and deletes them after it.
+        self._found_inf = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        loss = self._inner_step(closure, scale)
+        self._communicate(scale)
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _communicate(self) -> None:
-        self._connected().tick(self._trainable(), self._lr())
+    def _communicate(self, scale: Tensor | None) -> None:
+        # The user's own unscale_() has changed gradients since backward, and hides the factor.
+        remeasure = self._found_inf is not None and scale is None
+        self._connected().tick(self._trainable(), self._lr(), scale, remeasure)
 
     def _connected(self) -> Rounds:
         """Return the rounds after the transport is known."""
         _ = self.transport
         return self._rounds
 
-    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
-        # GradScaler sets these two for the duration of a step, and deletes them after it.
-        self._found_inf = getattr(self, "found_inf", None)
-        scale: Tensor | None = getattr(self, "grad_scale", None)
+    def _inner_step(self, closure: Callable[[], Any] | None, scale: Tensor | None) -> Any:
         arguments = () if closure is None else (closure,)
         if self._found_inf is None:
             return self._inner.step(*arguments)
@@ -319,6 +323,10 @@ class ConsensusOptimizer(torch.optim.Optimizer):
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in self._all_parameters() if p.requires_grad]
+
+    def _everything(self) -> list[Tensor]:
+        """Return what all workers start from."""
+        return [*self._all_parameters(), *self._buffers()]
 
     def _buffers(self) -> list[Tensor]:
         return [] if self._model is None else list(self._model.buffers())

@@ -23,7 +23,10 @@ from consensus_opt.agreement import (
     meet_all,
     meet_neighbours,
 )
+from consensus_opt.control import Memory, Outcome, Verbs
+from consensus_opt.distance import Distance, Sketch, exact, root_mean
 from consensus_opt.flat import FlatParameters
+from consensus_opt.gradients import GradientMeter
 from consensus_opt.methods import Method
 from consensus_opt.telemetry import RoundRecord, Sink
 from consensus_opt.transport import Transport
@@ -44,14 +47,23 @@ class Rounds:
 
     transport: Transport
 
-    def __init__(self, method: Method, total_steps: int | None, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self,
+        method: Method,
+        total_steps: int | None,
+        sinks: Sequence[Sink] = (),
+        views: bool = True,
+    ) -> None:
         self.method, self.total_steps, self._sinks = method, total_steps, tuple(sinks)
+        self._views = views
         self.clock = self.rounds = self.exchanges = self.bytes_sent = 0
         self._next: int | None = None
         self._met = False
         self._flat: FlatParameters | None = None
         self._centres: list[Tensor] = []
         self._description = ""
+        self._memory: Memory = {}
+        self._gradients: GradientMeter | None = None
 
     def connect(self, transport: Transport) -> None:
         """Use this transport from now on.
@@ -60,15 +72,37 @@ class Rounds:
             ValueError: If the method does not fit its number of workers.
         """
         self.method.average.validate(transport.size)
+        self.method.control.validate(self.total_steps)
         self.transport, self._met = transport, False
+        if self.method.control.uses_gradients and transport.size > 1:
+            self._gradients = GradientMeter(transport.batch)
+
+    def restart(self) -> None:
+        """Forget what only the workers so far share: the phase and the control's memory."""
+        self.exchanges, self._memory = 0, {}
 
     # ------------------------------------------------------------------ a step
 
-    def tick(self, parameters: Sequence[Tensor], lr: float) -> None:
-        """Count one step, and make a round when it is due."""
+    def tick(
+        self,
+        parameters: Sequence[Tensor],
+        lr: float,
+        scale: Tensor | None = None,
+        remeasure: bool = False,
+    ) -> None:
+        """Count one step, and make a round when it is due.
+
+        Args:
+            parameters: What is averaged.
+            lr: Learning rate of the step.
+            scale: GradScaler's factor that was in the gradients at backward; None if none was.
+            remeasure: Gradients were unscaled since backward: measure them as they are.
+        """
         self.clock += 1
         if self.transport.size == 1:
             return
+        if self._gradients is not None:
+            self._gradients.add(parameters, scale, remeasure)
         if self._next is None:
             self._next = self._after(self.clock - 1, lr)
         if self.clock >= self._next:
@@ -83,17 +117,20 @@ class Rounds:
         pull = force.pull.at(self.clock, self.total_steps)
         push = force.push.at(self.clock, self.total_steps)
         flat.pack()
-        squared, pushed = self._move(flat, pull, push)
+        outcome, squared, pushed = self._move(flat, pull, push)
         flat.unpack()
         self.rounds += 1
-        self.exchanges += self.method.control.exchanges
+        self.exchanges += outcome.exchanges
         self.bytes_sent += self.transport.bytes_sent - sent
         self._next = self._after(self.clock, lr)
+        distance = outcome.distance or self._known_distance(squared)
         record = RoundRecord(
             step=self.clock,
             round=self.rounds,
-            exchanges=self.method.control.exchanges,
-            distance=self._distance(squared),
+            exchanges=outcome.exchanges,
+            distance=None if distance is None else distance.value,
+            distance_source=None if distance is None else distance.source,
+            target=outcome.target,
             radius=None if squared is None else squared.mean().sqrt().item(),
             pull=pull,
             push=push,
@@ -104,33 +141,50 @@ class Rounds:
         for sink in self._sinks:
             sink(record)
 
-    def _move(self, flat: FlatParameters, pull: float, push: float) -> tuple[Tensor | None, bool]:
-        """Form x_C and move; return ``||x - x_C||^2`` a worker where both were held."""
+    def _move(
+        self, flat: FlatParameters, pull: float, push: float
+    ) -> tuple[Outcome, Tensor | None, bool]:
+        """Form x_C and move.
+
+        Returns:
+            What the control did, ``||x - x_C||^2`` a worker where both were held, and whether a
+            push that was due had a direction.
+        """
         if pull == 1.0 and push == 0.0:
-            with record_function("consensus_opt::average"):
-                self._form(flat.buffers, flat.buffers)
-            return None, True
+            return self._form(flat.buffers, flat.buffers), None, True
         if not self._centres:
             self._centres = [torch.empty_like(buffer) for buffer in flat.buffers]
-        with record_function("consensus_opt::average"):
-            self._form(flat.buffers, self._centres)
+        outcome = self._form(flat.buffers, self._centres)
         with record_function("consensus_opt::force"):
             squared, floor = forces.squared_distance(flat.buffers, self._centres)
             forces.move(flat.buffers, self._centres, forces.line_weight(squared, floor, pull, push))
-        return squared, push == 0.0 or bool((squared > floor).all())
+        return outcome, squared, push == 0.0 or bool((squared > floor).all())
 
-    def _form(self, flats: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        exchanges = self.method.control.exchanges
-        self.method.average.form(flats, outs, self.transport, self.exchanges, exchanges)
+    def _form(self, flats: Sequence[Tensor], outs: Sequence[Tensor]) -> Outcome:
+        """Let the control exchange, from ``flats`` to ``outs``, and measure."""
+        made = 0
 
-    def _distance(self, squared: Tensor | None) -> float | None:
+        def exchange(count: int) -> None:
+            nonlocal made
+            source = outs if made else flats
+            with record_function("consensus_opt::average"):
+                self.method.average.form(source, outs, self.transport, self.exchanges + made, count)
+            made += count
+
+        def measure(meter: Sketch) -> Distance:
+            with record_function("consensus_opt::measure"):
+                beside = None if self._gradients is None else self._gradients.take()
+                return meter.measure(outs, self.transport, beside)
+
+        verbs = Verbs(self.clock, self.total_steps, exchange, measure)
+        return self.method.control.run(verbs, self._memory)
+
+    def _known_distance(self, squared: Tensor | None) -> Distance | None:
+        """Return the distance that an exact mean gives away: 0 after it replaced the parameters."""
         if not self.method.average.exact:
             return None
-        return 0.0 if squared is None else self._root_mean(squared)
-
-    def _root_mean(self, squared: Tensor) -> float:
-        """Return ``sqrt(mean_m squared_m)`` over all workers, the same bits everywhere."""
-        return self.transport.gather(squared.unsqueeze(-1)).mean().sqrt().item()
+        value = 0.0 if squared is None else root_mean(squared, self.transport)
+        return Distance(value, 0.0, "exact")
 
     def _after(self, step: int, lr: float) -> int:
         return self.method.timing.next_round(step, lr, self.total_steps)
@@ -141,8 +195,10 @@ class Rounds:
         """Return the flat parameters, laid out anew when they are no longer these tensors."""
         if self._flat is None or not self._flat.is_current(parameters):
             self.release()
-            self._flat = FlatParameters(parameters, self.transport.batch)
+            self._flat = FlatParameters(parameters, self.transport.batch, self._views)
             self._description = self._describe(parameters)
+            if self._gradients is not None:
+                self._gradients.watch(parameters)
         return self._flat
 
     def _describe(self, parameters: Sequence[Tensor]) -> str:
@@ -182,7 +238,8 @@ class Rounds:
         if self.transport.size == 1:
             return
         self._description = self._describe(parameters)
-        self._next = self._after(self.clock, self._meet("the start of training", lr))
+        lr = self._meet("the start of training", lr)  # before the clock is read: it may move it
+        self._next = self._after(self.clock, lr)
         flat = FlatParameters(everything, self.transport.batch, views=False)
         with torch.no_grad():
             flat.pack()
@@ -195,6 +252,7 @@ class Rounds:
         """Hold the mean in place of the parameters and buffers, and restore every bit after."""
         parts = self._collect("averaged()", parameters, buffers)
         saved = [[buffer.clone() for buffer in part.buffers] for part in parts]
+        integers = [(b, b.clone()) for b in buffers if not _is_real_valued(b)]
         self._average(parts)
         try:
             yield
@@ -204,6 +262,8 @@ class Rounds:
                     for buffer, copy in zip(part.buffers, copies, strict=True):
                         buffer.copy_(copy)
                     part.unpack()
+                for integer, copy in integers:
+                    integer.copy_(copy)
 
     def synchronize(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Make all workers equal to the mean."""
@@ -217,7 +277,7 @@ class Rounds:
         means = [buffer.clone() for buffer in part.buffers]
         for mean in means:
             self.transport.mean(mean)
-        return self._root_mean(forces.squared_distance(part.buffers, means)[0])
+        return exact(part.buffers, means, self.transport).value
 
     def _collect(
         self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
@@ -228,7 +288,7 @@ class Rounds:
         """
         held = {id(tensor) for tensor in self._flat.tensors} if self._flat is not None else set()
         flat = self._refresh([p for p in parameters if p.requires_grad or id(p) in held])
-        floating = [b for b in buffers if b.is_floating_point() or b.is_complex()]
+        floating = [b for b in buffers if _is_real_valued(b)]
         extra = FlatParameters(floating, self.transport.batch, views=False)
         if self.transport.size > 1:
             self._meet(operation)
@@ -260,6 +320,7 @@ class Rounds:
             "exchanges": self.exchanges,
             "next_round": self._next,
             "timing": repr(self.method.timing),
+            "control": dict(self._memory),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -277,4 +338,10 @@ class Rounds:
         self.exchanges = state["exchanges"]
         same = state["timing"] == repr(self.method.timing)
         self._next = state["next_round"] if same else None
+        self._memory = dict(state["control"])
         self._met = False
+
+
+def _is_real_valued(tensor: Tensor) -> bool:
+    """Tell whether a mean of such tensors makes sense; counters have none."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -8,6 +8,7 @@ sinks freely (usually rank 0 writes).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ class RoundRecord:
         step: The clock: calls of ``step()`` so far.
         round: Number of this round, from 1.
         exchanges: Exchanges that the round made.
-        distance: Exact consensus distance Xi after the last exchange and before the force; 0 after
-            hard all-reduce averaging. None where it is not known for free.
+        distance: Consensus distance Xi after the last exchange and before the force; 0 after hard
+            all-reduce averaging. None where nothing measured it.
+        distance_source: "exact" or "sketch".
+        target: What the control kept the distance below; None where it was not on.
         radius: ``||x_m - x_C||`` before the force (x_C is the mean, or stands for it under gossip);
             None for hard averaging, which never holds both.
         pull: alpha of this round.
@@ -38,6 +41,8 @@ class RoundRecord:
     round: int
     exchanges: int
     distance: float | None
+    distance_source: str | None
+    target: float | None
     radius: float | None
     pull: float
     push: float
@@ -54,8 +59,8 @@ class JsonLines:
     """Appends each record to a file, one JSON object a line.
 
     Args:
-        path: The file; folders on the way are made. It is opened at the first record, and each line
-            is flushed, so that a run that was killed leaves whole lines.
+        path: The file; folders on the way are made. Each line is written at once, so that a run
+            that was killed leaves whole lines. What is not a finite number becomes null.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,7 +70,7 @@ class JsonLines:
         """Append one line."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+            file.write(json.dumps(_finite(asdict(record)), allow_nan=False) + "\n")
 
 
 class TensorBoard:
@@ -93,9 +98,17 @@ class TensorBoard:
         values = asdict(record)
         step = values.pop("step")
         for name, value in values.items():
-            if value is not None:
+            if isinstance(value, (int, float)):
                 self._writer.add_scalar(f"consensus/{name}", value, step)
         self._writer.flush()
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinities, which JSON does not know."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def as_sinks(telemetry: Sink | Sequence[Sink] | None) -> tuple[Sink, ...]:

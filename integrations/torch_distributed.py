@@ -7,7 +7,6 @@ and a roll call through the store tells who did not answer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,11 +19,8 @@ from torch.distributed import distributed_c10d
 
 from consensus_opt.errors import PeerError
 from consensus_opt.exchange import Message, PointToPoint
+from consensus_opt.integrations.shared import HalfMean, RollCall, peer_error
 from consensus_opt.transport import Pending, all_reduce_bytes, arithmetic_dtype
-
-_LONGEST_ROLL_CALL = 30.0
-_SPARE_SECONDS = 3.0
-_LAST_ONE_SECONDS = 2.0
 
 
 class TorchTransport(PointToPoint):
@@ -153,77 +149,6 @@ class _Work:
                 work.wait()
         if self._finish is not None:
             self._finish()
-
-
-class HalfMean:
-    """A mean in fp32 of a tensor in half precision, a chunk at a time."""
-
-    def __init__(self, transport: TorchTransport, flat: Tensor) -> None:
-        self._transport, self._flat = transport, flat
-
-    def wait(self) -> None:
-        for chunk in torch.split(self._flat, self._transport.chunk_bytes // 2):
-            wide = chunk.to(arithmetic_dtype(chunk.dtype))
-            self._transport.start_sum(wide, average=True).wait()
-            chunk.copy_(wide)
-
-
-class RollCall:
-    """Finds out, after a failure, which ranks do not answer.
-
-    A rank that fails signs a list in a store that all ranks reach. Ranks that wait fail too, soon
-    (their peer has closed the group) or at their own timeout, and sign. Who does not sign is dead,
-    stopped or still busy elsewhere.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        self._store = store
-        self._rank, self._size = rank, size
-        self._seconds = min(timeout, _LONGEST_ROLL_CALL) + _SPARE_SECONDS
-
-    def absent(self) -> list[int] | None:
-        """Return the ranks that did not sign; None if the store is gone too."""
-        try:
-            self._store.set(str(self._rank), "failed")
-            return self._wait_for_others()
-        except RuntimeError:
-            return None
-
-    def _wait_for_others(self) -> list[int]:
-        start = alone_since = time.monotonic()
-        absent = [rank for rank in range(self._size) if rank != self._rank]
-        while absent and time.monotonic() - start < self._seconds:
-            if len(absent) > 1:
-                alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > _LAST_ONE_SECONDS:
-                break
-            time.sleep(0.02)
-            absent = [rank for rank in absent if not self._store.check([str(rank)])]
-        return absent
-
-
-def peer_error(
-    transport: Timed, peer: int | None, absent: list[int] | None, cause: Exception
-) -> PeerError:
-    """Say who did not answer: those absent at the roll call, else the peer waited for."""
-    named = absent if absent is not None or peer is None else [peer]
-    seconds = f"{transport.timeout:g} s"
-    if named == []:
-        text = (
-            f"all ranks gave up in the call that rank {transport.rank} is in: they did not come to "
-            f"it within {seconds} of each other"
-        )
-    else:
-        who = f"rank {named[0]} does" if named and len(named) == 1 else f"ranks {named} do"
-        text = (
-            f"{who if named else 'a peer does'} not answer rank {transport.rank} within {seconds}: "
-            "dead, stopped, or not in the same call. Look at the log of that rank"
-        )
-    return PeerError(
-        f"{text}; where a rank is only slow, pass a larger timeout to ConsensusOptimizer. "
-        f"The engine said: {cause}",
-        tuple(named or ()),
-    )
 
 
 def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) -> None:

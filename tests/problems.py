@@ -77,13 +77,17 @@ def same(a: Any, b: Any) -> bool:
             isinstance(b, Tensor)
             and a.dtype == b.dtype
             and a.shape == b.shape
-            and torch.allclose(a.detach().double(), b.detach().double(), 0, 0, equal_nan=True)
+            and torch.allclose(_wide(a), _wide(b), 0, 0, equal_nan=True)
         )
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def stacked(

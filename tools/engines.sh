@@ -6,6 +6,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/lib.sh
 source tools/env.sh
 
+CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/consensus-opt
+
 compiler() { need c++ g++ && need make make && python_headers; }
 
 python_headers() {
@@ -22,7 +24,8 @@ mpi_headers() {
 }
 
 install_mpi() {
-    need mpirun openmpi-bin && pip_install mpi4py && python -c 'from mpi4py import MPI'
+    need mpirun openmpi-bin libopenmpi-dev && pip_install mpi4py &&
+        python -c 'from mpi4py import MPI'
 }
 
 install_horovod() {
@@ -31,9 +34,11 @@ install_horovod() {
     wheels=$(horovod_wheels) || return 1
     compgen -G "$wheels/*.whl" >/dev/null || build_horovod "$wheels" || return 1
     pip_install cffi cloudpickle packaging psutil pyyaml &&
-        pip_install --no-deps --force-reinstall "$wheels"/*.whl &&
-        python -c 'import horovod.torch as hvd; assert hvd.mpi_built() and hvd.gloo_built()' ||
-        { say "Horovod does not load; remove $wheels to build it anew"; return 1; }
+        pip_install --no-deps --force-reinstall "$wheels"/*.whl || return 1
+    if ! python -c 'import horovod.torch as hvd; assert hvd.mpi_built() and hvd.gloo_built()'; then
+        say "Horovod does not load; remove $wheels to build it anew"
+        return 1
+    fi
 }
 
 # One folder for each combination that has to agree: Horovod, torch, Python, machine and MPI.

@@ -12,10 +12,11 @@ usable() {
 }
 
 if ! [[ -x $VENV/bin/pip ]]; then
-    usable || debian_install python3 python3-venv && usable || {
-        say "needs Python 3.10 or newer with the venv module, and $python is not; set PYTHON=..."
+    usable || debian_install python3 python3-venv || true
+    if ! usable; then
+        say "$python is not Python 3.10 or newer with the venv module; install one, or set PYTHON=..."
         exit 1
-    }
+    fi
     say "creating $VENV"
     "$python" -m venv "$VENV"
 fi

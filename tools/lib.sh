@@ -2,7 +2,6 @@
 # What the installers share; sourced from the repository's root.
 
 VENV=$PWD/.venv
-CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/consensus-opt
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 say() { printf 'consensus-opt: %s\n' "$*" >&2; }

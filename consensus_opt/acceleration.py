@@ -1,0 +1,105 @@
+"""More consensus from the same number of exchanges: polynomials of the mixing matrix.
+
+``q`` exchanges with one matrix W multiply the graph mode of eigenvalue l by ``l^q``. Any
+polynomial P of degree q with ``P(1) = 1`` keeps the mean just as well and costs the same messages.
+With its roots r_j it is a product of exchanges with the matrices
+
+    W_j = (W - r_j I) / (1 - r_j),
+
+each over the edges of W and with rows and columns that sum to 1: plain gossip, with other weights.
+
+Which P? Chebyshev's is best for the worst mode, and poor on the others until q is large (on a ring
+of 32 it loses to plain gossip below 10 exchanges). Training feeds every mode alike, round after
+round: a mode settles at the energy ``P(l)^2 / (1 - P(l)^2)`` of what a round adds, and the sum
+over the modes is the consensus distance. The polynomial here makes that sum small, for the
+spectrum at hand; it is never worse than plain or Chebyshev gossip in that sense, and exact once q
+reaches the number of distinct eigenvalues. (The choice of P is ours; that of Chebyshev is
+classical.)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from numpy.polynomial import chebyshev
+
+from consensus_opt.mixing import MixingMatrix
+
+Vector = npt.NDArray[np.float64]
+
+_SWEEPS = 30
+
+
+def accelerate(mixing: MixingMatrix, exchanges: int) -> tuple[MixingMatrix, ...]:
+    """Return the matrices of ``exchanges`` exchanges that replace ``W^exchanges``.
+
+    Args:
+        mixing: A symmetric, connected W.
+        exchanges: q, at least 1.
+
+    Raises:
+        ValueError: If W is not symmetric: its modes are then not orthogonal.
+    """
+    weights = mixing.weights
+    if not np.allclose(weights, weights.T, rtol=0.0, atol=1e-12):
+        raise ValueError(
+            "gossip can be accelerated over a fixed symmetric mixing matrix, and this one is not "
+            "symmetric; use an undirected topology such as 'ring' or 'torus', or accelerated=False"
+        )
+    return _matrices(weights.tobytes(), len(weights), exchanges)
+
+
+@lru_cache(maxsize=64)
+def _matrices(data: bytes, n: int, exchanges: int) -> tuple[MixingMatrix, ...]:
+    weights = np.frombuffer(data).reshape(n, n)
+    modes = np.linalg.eigvalsh(weights)[:-1]
+    if n == 1 or np.ptp(modes) < 1e-9:
+        roots = np.full(exchanges, modes.mean() if n > 1 else 0.0)
+    else:
+        roots = _in_stable_order(_roots(modes, exchanges), modes)
+    identity = np.eye(n)
+    return tuple(MixingMatrix((weights - r * identity) / (1 - r)) for r in roots)
+
+
+def _roots(modes: Vector, degree: int) -> Vector:
+    """Return the roots of the polynomial with the smallest steady distance.
+
+    Each sweep minimizes ``sum_i w_i P(l_i)^2`` under ``P(1) = 1``, with the weights
+    ``w_i = 1 / (1 - P(l_i)^2)`` of the last one.
+    """
+    distinct = modes[np.r_[True, np.diff(modes) > 1e-9]]
+    if degree >= len(distinct):
+        return np.r_[distinct, np.full(degree - len(distinct), distinct.mean())]
+    low, high = modes[0], modes[-1]
+    basis = chebyshev.chebvander((2 * modes - low - high) / (high - low), degree)
+    at_one = chebyshev.chebvander([(2 - low - high) / (high - low)], degree)[0]
+    importance = np.ones_like(modes)
+    best, best_sum = np.zeros(degree + 1), np.inf
+    for _ in range(_SWEEPS):
+        gram = basis.T @ (importance[:, None] * basis)
+        solution = np.linalg.lstsq(gram, at_one, rcond=None)[0]
+        solution /= solution @ at_one
+        factors = basis @ solution
+        if (total := _steady(factors)) < best_sum:
+            best, best_sum = solution, total
+        importance = 1 / (1 - np.minimum(factors**2, 1 - 1e-9))
+    roots = np.real(chebyshev.chebroots(best))
+    return np.asarray((roots * (high - low) + low + high) / 2)
+
+
+def _in_stable_order(roots: Vector, modes: Vector) -> Vector:
+    """Order the roots so that no mode grows much on the way, which would cost precision."""
+    left, ordered, factors = list(roots), [], np.ones_like(modes)
+    while left:
+        growth = [np.abs(factors * (modes - r) / (1 - r)).max() for r in left]
+        r = left.pop(int(np.argmin(growth)))
+        ordered.append(r)
+        factors = factors * (modes - r) / (1 - r)
+    return np.array(ordered)
+
+
+def _steady(factors: Vector) -> float:
+    squares = np.minimum(factors**2, 1 - 1e-12)
+    return float(np.sqrt(np.mean(squares / (1 - squares))))

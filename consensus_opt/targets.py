@@ -1,0 +1,181 @@
+"""What the consensus distance should not exceed.
+
+Kong et al. (ICML 2021): while ``Xi^2 <= eta sigma^2 / (L n) + ||grad f(x_A)||^2 / (8 L^2)``,
+decentralized training converges as fast as centralized. The constants are unknown in practice,
+hence three practical targets: a number, a fraction of what an uncontrolled run reaches, or a
+multiple of the gradients' size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from consensus_opt.distance import Distance
+from consensus_opt.telemetry import RoundRecord
+
+
+@runtime_checkable
+class Target(Protocol):
+    """An upper limit for Xi."""
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether ``measured.extra`` must hold the mean squared gradient norm."""
+
+    def at(
+        self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
+    ) -> float:
+        """Return the limit in this round, in units of the parameters; ``inf`` for none."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same limit always; ``inf`` measures and controls nothing.
+
+    Raises:
+        ValueError: If the limit is negative or not a number.
+    """
+
+    value: float
+    uses_gradients = False
+
+    def __post_init__(self) -> None:
+        _check(self.value, "the target distance", "consensus_control('ring', target=0.5)")
+
+    def at(
+        self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
+    ) -> float:
+        """Return the value."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """``rho * phi``, where ``phi^2 = (1/n) sum_i ||g_i||^2``, smoothed over the steps.
+
+    rho stands for ``1 / (2 sqrt(2) L)``, so that there is no learning rate in it. Gradients are
+    minibatch gradients, before clipping and without weight decay, and phi^2 is an exponential
+    moving average with bias correction (decided here).
+
+    Source: Kong et al., ICML 2021; their best value is 0.25.
+
+    Raises:
+        ValueError: If rho is negative, or the decay is outside [0, 1).
+    """
+
+    rho: float = 0.25
+    decay: float = 0.99
+    uses_gradients = True
+
+    def __post_init__(self) -> None:
+        _check(self.rho, "rho", "GradientNorm(rho=0.25)")
+        if not 0.0 <= self.decay < 1.0:
+            raise ValueError(
+                f"the decay of phi is {self.decay!r}; it must lie in [0, 1); write 0.99"
+            )
+
+    def at(
+        self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
+    ) -> float:
+        """Update the average with what came along with the first measurement of the round."""
+        squared, steps = measured.extra
+        keep = self.decay**steps
+        memory["phi_sum"] = keep * memory.get("phi_sum", 0.0) + (1 - keep) * squared
+        memory["phi_weight"] = keep * memory.get("phi_weight", 0.0) + (1 - keep)
+        weight = memory["phi_weight"]
+        return self.rho * math.sqrt(memory["phi_sum"] / weight) if weight > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class OfReference:
+    """A fraction of the largest distance that a recorded run reached in the same phase.
+
+    Attributes:
+        fraction: For example 1/2, 1/4, 1/8.
+        phases: ``(start, end, Xi_max)`` with fractions of training; see :class:`Recorder`.
+
+    Raises:
+        ValueError: If the fraction is negative.
+    """
+
+    fraction: float
+    phases: tuple[tuple[float, float, float], ...]
+    uses_gradients = False
+
+    def __post_init__(self) -> None:
+        _check(self.fraction, "the fraction of Xi_max", "OfReference.load(0.5, 'reference.json')")
+
+    @classmethod
+    def load(cls, fraction: float, path: str | Path) -> OfReference:
+        """Read the file that a :class:`Recorder` wrote; give all ranks the same file."""
+        phases = json.loads(Path(path).read_text(encoding="utf-8"))["phases"]
+        return cls(fraction, tuple((p["start"], p["end"], p["largest"]) for p in phases))
+
+    def at(
+        self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
+    ) -> float:
+        """Return the fraction of this phase's Xi_max; no limit where none was recorded."""
+        progress = 0.0 if total is None else step / total
+        for start, end, largest in self.phases:
+            if start < progress <= end:
+                return self.fraction * largest
+        return math.inf
+
+
+def as_target(target: float | Target) -> Target:
+    """Return a number as a constant target; targets pass through.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, bool) or not isinstance(target, (int, float)):
+        raise TypeError(
+            f"the target is {target!r}; it must be a number or a target; write "
+            "consensus_control('ring', target=0.5) or target=GradientNorm(rho=0.25)"
+        )
+    return Constant(float(target))
+
+
+class Recorder:
+    """A telemetry sink that writes the largest distance of each phase, for ``OfReference``.
+
+    Use it on one rank of an uncontrolled run that measures:
+    ``consensus_control("ring", target=math.inf)``.
+
+    Args:
+        path: The JSON file, rewritten at each new maximum.
+        total_steps: Number of steps of training.
+        bounds: Rising fractions of training at which phases end.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        total_steps: int,
+        bounds: tuple[float, ...] = (0.5, 0.75, 1.0),
+    ) -> None:
+        self._path, self._total = Path(path), total_steps
+        starts = (0.0, *bounds[:-1])
+        self._phases = [
+            {"start": start, "end": end, "largest": 0.0}
+            for start, end in zip(starts, bounds, strict=True)
+        ]
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Take one round into account."""
+        progress = record.step / self._total
+        for phase in self._phases:
+            if phase["start"] < progress <= phase["end"]:
+                phase["largest"] = max(phase["largest"], record.distance or 0.0)
+        self._path.write_text(json.dumps({"phases": self._phases}), encoding="utf-8")
+
+
+def _check(value: float, name: str, example: str) -> None:
+    if not value >= 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0; write {example}")

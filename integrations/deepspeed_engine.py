@@ -1,0 +1,266 @@
+"""What DeepSpeed's engine needs to be one worker among several.
+
+An ``mpu`` keeps it to its own ranks, its master weights are found wherever a ZeRO stage has them,
+its data are this worker's share, and its checkpoint goes to a folder of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from consensus_opt.optimizer import KEY, ConsensusOptimizer
+from consensus_opt.transport import Transport
+
+_FOLDER = "replica_{}"
+
+
+class Replica:
+    """The ``mpu`` of one worker: its data-parallel group is the ranks that hold its replica.
+
+    Here that is this rank alone. DeepSpeed looks for the ``mpu`` in a variable of the process,
+    where other engines would find it too: it is there only while calls of this engine run.
+    """
+
+    def __init__(self) -> None:
+        self._ranks = [dist.get_rank()]
+        self._group: Any = dist.new_group(self._ranks, use_local_synchronization=True)
+
+    @contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Be the ``mpu`` of the process for a while."""
+        from deepspeed.utils import groups
+
+        with lent(groups, mpu=self):
+            yield
+
+    def keep(self, engine: Any, *names: str) -> None:
+        """Be in charge whenever one of these methods of the engine runs."""
+        for name in names:
+            setattr(engine, name, self._in_charge_of(getattr(engine, name)))
+
+    def _in_charge_of(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.in_charge():
+                return method(*args, **kwargs)
+
+        return call
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self._ranks
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self._ranks)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._group
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+class Masters:
+    """The engine as ConsensusOptimizer sees it: an optimizer over the master weights.
+
+    Attributes:
+        engine: The engine.
+        stepped: Whether the last ``step()`` ended an accumulation of gradients.
+        lr: Learning rate of that step; the engine's scheduler has moved on since.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.stepped = engine, False
+        self._step = engine.step
+        self.lr = self._current_lr()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the engine's optimizer; stage 3 keeps the masters beside them."""
+        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
+        if not self._is_stage_3():
+            return groups
+        masters = list(self.engine.optimizer.fp32_partitioned_groups_flat)
+        return [*groups, {"params": masters, "lr": groups[0]["lr"]}]
+
+    @property
+    def state(self) -> Any:
+        """The state of the engine's optimizer."""
+        return self.engine.optimizer.state
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Take the engine's step, which may skip the update or only accumulate."""
+        steps, self.lr = self.engine.global_steps, self._current_lr()
+        self._step(lr_kwargs)
+        self.stepped = self.engine.global_steps > steps
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self.engine.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the engine saves its optimizer itself."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the weights that the model computes with from the masters."""
+        optimizer = self.engine.optimizer
+        if self._is_stage_3():
+            optimizer.checkpoint_event_prologue()  # releases what is gathered
+            for piece in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(piece)
+            optimizer.checkpoint_event_epilogue()  # gathers what always is
+        elif hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp16_groups"):
+            groups = zip(optimizer.fp16_groups, optimizer.param_groups, strict=True)
+            for weights, group in groups:
+                _copy(group["params"], weights)
+
+    def _current_lr(self) -> float:
+        return float(self.engine.optimizer.param_groups[0].get("lr", 0.0))
+
+    def _is_stage_3(self) -> bool:
+        return int(self.engine.zero_optimization_stage()) == 3
+
+
+def scale_loss(engine: Any) -> None:
+    """Scale the loss in fp16 at stage 0, which ``backward`` of DeepSpeed 0.19.8 forgets.
+
+    Its optimizer divides the gradients by the scale all the same, and training stands still (pull
+    request 8393 of DeepSpeed). The gradient of the loss is set, not multiplied: where ``backward``
+    scales, nothing changes.
+    """
+    if not engine.fp16_enabled() or engine.zero_optimization():
+        return
+    backward = engine.backward
+
+    @functools.wraps(backward)
+    def scaled(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        parts = engine.gradient_accumulation_steps() if scale_wrt_gas else 1
+        scale = engine.optimizer.loss_scale / parts
+        handle = loss.register_hook(lambda gradient: torch.full_like(gradient, scale))
+        try:
+            return backward(loss, retain_graph, scale_wrt_gas)
+        finally:
+            handle.remove()
+
+    engine.backward = scaled
+
+
+def share_data(engine: Any, transport: Transport) -> None:
+    """Let ``deepspeed_io`` give this worker its share; with this ``mpu`` it would give it all."""
+    make = engine.deepspeed_io
+
+    @functools.wraps(make)
+    def deepspeed_io(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(make).bind(*args, **kwargs)
+        if given.arguments.get("data_sampler") is None:
+            given.arguments["data_sampler"] = DistributedSampler(
+                given.arguments["dataset"],
+                num_replicas=transport.size,
+                rank=transport.rank,
+                shuffle=given.arguments.get("route", "train") == "train",
+            )
+        return make(*given.args, **given.kwargs)
+
+    engine.deepspeed_io = deepspeed_io
+
+
+def keep_checkpoints(engine: Any, consensus: ConsensusOptimizer) -> None:
+    """Let the engine save and load the state of consensus, in a folder for each worker."""
+    engine.save_checkpoint = functools.partial(_save, engine, engine.save_checkpoint, consensus)
+    engine.load_checkpoint = functools.partial(_load, engine.load_checkpoint, consensus)
+
+
+def _save(
+    engine: Any,
+    save: Callable[..., Any],
+    consensus: ConsensusOptimizer,
+    save_dir: str,
+    tag: Any = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> Any:
+    """Save ``save_dir/replica_RANK/TAG``: workers differ between rounds, so each saves its own."""
+    client_state = client_state or {}
+    if KEY in client_state:
+        raise ValueError(
+            f"client_state has the key {KEY!r}, under which the state of consensus is saved; name "
+            "it otherwise, for example 'my_consensus'"
+        )
+    folder = Path(save_dir, _FOLDER.format(consensus.transport.rank))
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    state = {**client_state, **consensus.state_dict()}
+    done = save(str(folder), tag, state, save_latest, exclude_frozen_parameters)
+    if save_latest:
+        (folder / "latest").write_text(tag)
+    return done
+
+
+def _load(
+    load: Callable[..., Any],
+    consensus: ConsensusOptimizer,
+    load_dir: str,
+    tag: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Load what this worker saved; where fewer workers did, worker m loads number m modulo them.
+
+    What DeepSpeed saved without consensus is loaded too, the same on all workers.
+    """
+    latest = Path(load_dir, _FOLDER.format(0), "latest")
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    saved = len(list(Path(load_dir).glob(_FOLDER.format(f"*/{tag}"))))
+    own = _FOLDER.format(consensus.transport.rank % saved) if saved else ""
+    path, client_state = load(str(Path(load_dir, own)), tag, *args, **kwargs)
+    given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs).arguments
+    if path is not None and not given.get("load_module_only", False):
+        consensus.load_state_dict({KEY: client_state.pop(KEY)} if KEY in client_state else {})
+    return path, client_state
+
+
+def _copy(masters: list[Tensor], weights: list[Tensor]) -> None:
+    """Copy masters, one for each weight or one flat tensor for all, to the weights."""
+    if len(masters) < len(weights):
+        masters = list(torch.split(masters[0], [weight.numel() for weight in weights]))
+    for master, weight in zip(masters, weights, strict=True):
+        weight.copy_(master.view(weight.shape))
+
+
+@contextmanager
+def lent(target: Any, **attributes: Any) -> Iterator[None]:
+    """Set those of the attributes that the target has, for a while."""
+    before = {name: getattr(target, name) for name in attributes if hasattr(target, name)}
+    for name in before:
+        setattr(target, name, attributes[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)

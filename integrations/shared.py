@@ -1,0 +1,123 @@
+"""What more than one adapter needs: means of half precision, and who did not answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from consensus_opt.errors import PeerError
+from consensus_opt.transport import Pending, arithmetic_dtype
+
+_LONGEST_ROLL_CALL = 30.0
+_SPARE_SECONDS = 3.0
+_LAST_ONE_SECONDS = 2.0
+
+
+class Engine(Protocol):
+    """What is asked of a transport here."""
+
+    rank: int
+    timeout: float
+    chunk_bytes: int
+
+    def start_sum(self, flat: Tensor, average: bool) -> Pending:
+        """Start to replace ``flat`` by its sum or mean, in its own precision."""
+
+
+class HalfMean:
+    """A mean in fp32 of a tensor in half precision, a chunk at a time."""
+
+    def __init__(self, transport: Engine, flat: Tensor) -> None:
+        self._transport, self._flat = transport, flat
+
+    def wait(self) -> None:
+        for chunk in torch.split(self._flat, max(1, self._transport.chunk_bytes // 2)):
+            wide = chunk.to(arithmetic_dtype(chunk.dtype))
+            self._transport.start_sum(wide, average=True).wait()
+            chunk.copy_(wide)
+
+
+class RollCall:
+    """Finds out, after a failure, which ranks do not answer.
+
+    A rank that fails signs a list in a store that all ranks reach. Ranks that wait fail too, soon
+    (their peer has closed the group) or at their own timeout, and sign. Who does not sign is dead,
+    stopped or still busy elsewhere.
+
+    Args:
+        store: A list that all ranks reach, used for nothing else.
+        rank: Number of this rank.
+        size: Number of ranks.
+        timeout: Seconds by which ranks may come late to the roll call.
+        keeper: The rank whose process keeps the store, if one of them does.
+    """
+
+    def __init__(
+        self,
+        store: distributed_c10d.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        keeper: int | None = None,
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._seconds = min(timeout, _LONGEST_ROLL_CALL) + _SPARE_SECONDS
+        self._absent: list[int] | None = None if keeper is None else [keeper]
+
+    def absent(self) -> list[int] | None:
+        """Return the ranks that did not sign; where the store does not answer, its keeper.
+
+        None if that is unknown.
+        """
+        # A client of a store whose process is stopped waits without end, so not in this thread.
+        caller = threading.Thread(target=self._call, daemon=True)
+        caller.start()
+        caller.join(self._seconds + _SPARE_SECONDS)
+        return self._absent
+
+    def _call(self) -> None:
+        with suppress(RuntimeError):
+            self._store.set(str(self._rank), "failed")
+            self._absent = self._wait_for_others()
+
+    def _wait_for_others(self) -> list[int]:
+        start = alone_since = time.monotonic()
+        absent = [rank for rank in range(self._size) if rank != self._rank]
+        while absent and time.monotonic() - start < self._seconds:
+            if len(absent) > 1:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > _LAST_ONE_SECONDS:
+                break
+            time.sleep(0.02)
+            absent = [rank for rank in absent if not self._store.check([str(rank)])]
+        return absent
+
+
+def peer_error(
+    transport: Engine, peer: int | None, absent: list[int] | None, cause: Exception
+) -> PeerError:
+    """Say who did not answer: those absent at the roll call, else the peer waited for."""
+    named = absent if absent is not None or peer is None else [peer]
+    seconds = f"{transport.timeout:g} s"
+    if named == []:
+        text = (
+            f"all ranks gave up in the call that rank {transport.rank} is in: they did not come to "
+            f"it within {seconds} of each other"
+        )
+    else:
+        who = f"rank {named[0]} does" if named and len(named) == 1 else f"ranks {named} do"
+        text = (
+            f"{who if named else 'a peer does'} not answer rank {transport.rank} within {seconds}: "
+            "dead, stopped, or not in the same call. Look at the log of that rank"
+        )
+    return PeerError(
+        f"{text}; where a rank is only slow, pass a larger timeout to ConsensusOptimizer. "
+        f"The engine said: {cause}",
+        tuple(named or ()),
+    )
