@@ -96,6 +96,13 @@ class Gossip:
     accelerated: bool = False
     exact = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.topology, Topology):
+            raise TypeError(
+                f"topology is {self.topology!r}; it must be a Topology; write "
+                "gossip_sgd('ring'), which takes names and graphs, or Gossip(topology('ring'))"
+            )
+
     def validate(self, size: int) -> None:
         """Raise ``ValueError`` if the topology does not fit this number of workers."""
         self.topology.validate(size)

@@ -1,11 +1,13 @@
-"""Whole numbers in a configuration, checked where they are given.
+"""Numbers in a configuration, checked where they are given.
 
-Any integer type is taken and a plain ``int`` kept: ranks compare configurations by their ``repr``
-(contract C3), and NumPy writes its own integers differently.
+Any numeric type is taken and a plain ``int`` or ``float`` kept: ranks compare configurations by their ``repr``
+(contract C3), and NumPy writes its own numbers differently.
 """
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from typing import SupportsIndex
 
@@ -36,6 +38,21 @@ def whole(value: SupportsIndex, name: str, example: str = "", least: int = 1) ->
     if number < least:
         raise ValueError(message)
     return number
+
+
+def positive(value: float, name: str, example: str) -> float:
+    """Return ``value`` as a plain float, finite and above 0.
+
+    Raises:
+        TypeError: If ``value`` is no real number; a bool is none.
+        ValueError: If ``value`` is not finite, or not above 0.
+    """
+    message = f"{name} is {value!r}; it must be a finite number above 0; write {example}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(message)
+    if not 0 < value < math.inf:
+        raise ValueError(message)
+    return float(value)
 
 
 def whole_field(

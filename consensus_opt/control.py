@@ -106,6 +106,8 @@ class KeepBelow:
             by default, for it is the one that decides.
         most: Most exchanges in a round (q_max).
         meter: How Xi is measured.
+        at_least: A lower limit for the time after ``during``, when a large distance does no harm
+            and can help: a round that finds Xi below it makes no exchange.
 
     Raises:
         ValueError: If ``during`` is no part of training.
@@ -115,6 +117,7 @@ class KeepBelow:
     during: tuple[float, float] = (0.0, 0.5)
     most: int = 16
     meter: Sketch = Sketch(512)
+    at_least: Target | None = None
 
     def __post_init__(self) -> None:
         whole_field(self, "most", "consensus_control('ring', most=16)")
@@ -127,8 +130,9 @@ class KeepBelow:
 
     @property
     def uses_gradients(self) -> bool:
-        """Whether the target follows gradients."""
-        return self.target.uses_gradients
+        """Whether a limit follows gradients."""
+        floor = self.at_least
+        return self.target.uses_gradients or (floor is not None and floor.uses_gradients)
 
     def validate(self, total: int | None) -> None:
         """Ask for the length of training where only a part of it is controlled."""
@@ -140,9 +144,10 @@ class KeepBelow:
 
     def run(self, verbs: Verbs, memory: Memory) -> Outcome:
         """Make the predicted exchanges, verify, and add what is missing."""
-        if not self._is_on(verbs.step, verbs.total):
-            verbs.exchange(1)
-            return Outcome(1)
+        start, end = self.during
+        if verbs.total is not None and not start * verbs.total < verbs.step <= end * verbs.total:
+            late = verbs.step > end * verbs.total
+            return self._run_freely(verbs, memory, self.at_least if late else None)
         planned = made = min(int(memory.get("planned", 1)), self.most)
         verbs.exchange(planned)
         first = measured = verbs.measure(self.meter)
@@ -174,6 +179,12 @@ class KeepBelow:
         one_fewer = reached / memory.get(f"factor_{planned}", _USUAL_FACTOR)
         return planned - 1 if planned > 1 and one_fewer <= 1 else planned
 
-    def _is_on(self, step: int, total: int | None) -> bool:
-        start, end = self.during
-        return total is None or start * total < step <= end * total
+    def _run_freely(self, verbs: Verbs, memory: Memory, floor: Target | None) -> Outcome:
+        """Exchange once, unless the distance is below its lower limit already."""
+        measured = None
+        if floor is not None:
+            measured = verbs.measure(self.meter)
+            if measured.value < floor.at(verbs.step, verbs.total, measured, memory):
+                return Outcome(0, measured)
+        verbs.exchange(1)
+        return Outcome(1, measured)

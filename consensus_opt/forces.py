@@ -32,13 +32,19 @@ class Force:
     """Strengths of pull (alpha) and push (lambda, in units of the parameters) over training.
 
     Raises:
-        ValueError: If the pull leaves (0, 1] or the push is negative at any time.
+        ValueError: If the pull leaves [0, 1] or never pulls, or the push is negative at any time.
     """
 
     pull: Schedule = Constant(1.0)
     push: Schedule = Constant(0.0)
 
     def __post_init__(self) -> None:
+        for name in ("pull", "push"):
+            if not hasattr(strength := getattr(self, name), "bounds"):
+                raise TypeError(
+                    f"the {name} is {strength!r}; it must be a Schedule; write dppf(alpha=0.1, "
+                    "lam=0.5), which takes numbers, or Force(Constant(0.1), Constant(0.5))"
+                )
         low, high = self.pull.bounds
         if not (low > 0 and high <= 1):
             raise ValueError(

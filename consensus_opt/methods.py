@@ -17,7 +17,8 @@ from consensus_opt.control import Control, Fixed, KeepBelow
 from consensus_opt.distance import Sketch
 from consensus_opt.forces import Force
 from consensus_opt.graphs import Undirected
-from consensus_opt.schedules import Schedule, schedule
+from consensus_opt.schedules import LrPower, Schedule, schedule
+from consensus_opt.state import check_policy
 from consensus_opt.targets import GradientNorm, Target, as_target
 from consensus_opt.timing import Every, PostLocal, QuadraticSync, Timing
 from consensus_opt.topology import Topology, topology
@@ -35,23 +36,45 @@ class Method:
         average: How the consensus variable x_C is formed.
         force: Pull toward x_C and push away from it.
         control: How many exchanges a round makes.
+        state: Whether optimizer state (momentum, moments) stays "local", or is taken to its own
+            "average" in the same exchanges as the parameters.
+        mix_first: Make a due round before the local step, so that gradients are applied where the
+            workers have mixed: ``x <- mix(x) - update(x)``.
     """
 
     timing: Timing = Every(1)
     average: Average = AllReduce()
     force: Force = Force()
     control: Control = Fixed(1)
+    state: str = "local"
+    mix_first: bool = False
+
+    def __post_init__(self) -> None:
+        check_policy(self.state)
+        parts = (
+            ("timing", "next_round", "Every(4)"),
+            ("average", "form", "AllReduce() or Gossip(topology('ring'))"),
+            ("force", "pull", "Force()"),
+            ("control", "run", "Fixed(1)"),
+        )
+        for name, verb, example in parts:
+            if not hasattr(part := getattr(self, name), verb):
+                raise TypeError(
+                    f"{name} is {part!r}; it must have {verb!r}; write {name}={example}, or take a "
+                    "recipe such as local_sgd(period=4)"
+                )
 
 
-def local_sgd(period: int) -> Method:
+def local_sgd(period: int, state: str = "local") -> Method:
     """Local SGD: every ``period`` steps all workers take their mean, ``x_m <- x_A``.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
     Args:
         period: Steps between rounds (tau), at least 1.
+        state: "average" takes momentum and moments to their mean too.
     """
-    return Method(timing=Every(period))
+    return Method(timing=Every(period), state=state)
 
 
 def post_local(until: int, period: int = 16) -> Method:
@@ -81,7 +104,11 @@ def quadratic_sync(coefficient: float, min_period: int = 4) -> Method:
 
 
 def gossip_sgd(
-    topology: AnyTopology, period: int = 1, exchanges: int = 1, accelerated: bool = False
+    topology: AnyTopology,
+    period: int = 1,
+    exchanges: int = 1,
+    accelerated: bool = False,
+    state: str = "local",
 ) -> Method:
     """Decentralized SGD: average with the neighbours in a graph, ``x_i <- sum_j w_ij x_j``.
 
@@ -95,9 +122,10 @@ def gossip_sgd(
         exchanges: Exchanges in a round.
         accelerated: Weigh the exchanges of a round so that together they mix best; for a topology
             that is fixed and symmetric.
+        state: "average" exchanges momentum and moments too.
     """
     average = Gossip(_resolve(topology), accelerated)
-    return Method(Every(period), average, control=Fixed(exchanges))
+    return Method(Every(period), average, control=Fixed(exchanges), state=state)
 
 
 def consensus_control(
@@ -108,6 +136,8 @@ def consensus_control(
     period: int = 1,
     accelerated: bool | None = None,
     meter: Sketch | None = None,
+    at_least: float | Target | None = None,
+    state: str = "local",
 ) -> Method:
     """Gossip that exchanges until the consensus distance is below its target.
 
@@ -123,13 +153,42 @@ def consensus_control(
         accelerated: Weigh exchanges that are made together so that they mix best; by default
             wherever the topology is fixed and undirected.
         meter: How Xi is measured.
+        at_least: After ``during``, skip the exchanges of a round while Xi is below this.
+        state: "average" exchanges momentum and moments too.
     """
     graph = _resolve(topology)
     if accelerated is None:
         accelerated = isinstance(graph, Undirected)
     limit = GradientNorm() if target is None else as_target(target)
-    control = KeepBelow(limit, during, most, meter or Sketch())
-    return Method(Every(period), Gossip(graph, accelerated), control=control)
+    floor = None if at_least is None else as_target(at_least)
+    control = KeepBelow(limit, during, most, meter or Sketch(), floor)
+    return Method(Every(period), Gossip(graph, accelerated), control=control, state=state)
+
+
+def dsgd_ac(
+    topology: AnyTopology,
+    lr_reference: float,
+    power: float = 3.0,
+    start: int = 0,
+    least: float = 0.0,
+) -> Method:
+    """D-SGD whose mixing fades with the learning rate (adaptive consensus).
+
+    ``x <- (1 - g) x + g W x`` before each local step, with
+    ``g = least + (1 - least) (lr / lr_reference)^power`` after step ``start`` and g = 1 up to it.
+    In the noise-dominated regime the distance then follows ``lr / sqrt(g)``.
+
+    Source: Wang & Johansson, arXiv 2602.02899 (power 3, start after 10 epochs).
+
+    Args:
+        topology: The graph, its name, or a networkx graph over the ranks.
+        lr_reference: Learning rate at which workers mix fully: the peak.
+        power: How fast the mixing fades.
+        start: Step from which it fades.
+        least: Smallest g.
+    """
+    force = Force(pull=LrPower(lr_reference, power, least, start))
+    return Method(Every(1), Gossip(_resolve(topology)), force, mix_first=True)
 
 
 def dppf(

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consensus_opt.checks import whole
+from consensus_opt.checks import positive, whole
 from consensus_opt.methods import Method
-from consensus_opt.rounds import Rounds
+from consensus_opt.rounds import LocalStep, Rounds
+from consensus_opt.state import travelling_state
 from consensus_opt.telemetry import Sink, as_sinks
 from consensus_opt.transport import Transport
 
@@ -80,7 +81,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         self._model = model
         self._found_inf: Tensor | None = None
         self._averaging = False
-        self._timeout = timeout
+        self._timeout = positive(timeout, "timeout", "timeout=300.0, in seconds")
         self._rounds = Rounds(method, total_steps, as_sinks(telemetry), self._views)
         self.transport = transport or _find_transport(timeout)
         everything = self._everything() if broadcast else []
@@ -204,15 +205,25 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         # GradScaler sets these two for the duration of a step, and deletes them after it.
         self._found_inf = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
+        if self.method.mix_first:
+            self._communicate(scale)
         loss = self._inner_step(closure, scale)
-        self._communicate(scale)
+        if not self.method.mix_first:
+            self._communicate(scale)
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _communicate(self, scale: Tensor | None) -> None:
-        # The user's own unscale_() has changed gradients since backward, and hides the factor.
-        remeasure = self._found_inf is not None and scale is None
-        self._connected().tick(self._trainable(), self._lr(), scale, remeasure)
+        parameters = self._trainable()
+        step = LocalStep(
+            parameters,
+            state=travelling_state(self.method.state, self.state, parameters),
+            lr=self._lr(),
+            gradient_scale=scale,
+            # The user's own unscale_() has changed gradients since backward, and hides the factor.
+            remeasure=self._found_inf is not None and scale is None,
+        )
+        self._connected().tick(step)
 
     def _connected(self) -> Rounds:
         """Return the rounds after the transport is known."""

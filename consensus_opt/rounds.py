@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,25 @@ from consensus_opt.telemetry import RoundRecord, Sink
 from consensus_opt.transport import Transport
 
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """What the optimizer tells of the step that it has just taken.
+
+    Attributes:
+        parameters: What is averaged.
+        state: Optimizer state that travels with them.
+        lr: Learning rate of the step.
+        gradient_scale: GradScaler's factor in the gradients at backward; None if there was none.
+        remeasure: Gradients were unscaled since backward: measure them as they are.
+    """
+
+    parameters: Sequence[Tensor]
+    state: Sequence[Tensor] = ()
+    lr: float = 0.0
+    gradient_scale: Tensor | None = None
+    remeasure: bool = False
 
 
 class Rounds:
@@ -60,6 +80,7 @@ class Rounds:
         self._next: int | None = None
         self._met = False
         self._flat: FlatParameters | None = None
+        self._state = FlatParameters([])
         self._centres: list[Tensor] = []
         self._description = ""
         self._memory: Memory = {}
@@ -83,42 +104,31 @@ class Rounds:
 
     # ------------------------------------------------------------------ a step
 
-    def tick(
-        self,
-        parameters: Sequence[Tensor],
-        lr: float,
-        scale: Tensor | None = None,
-        remeasure: bool = False,
-    ) -> None:
-        """Count one step, and make a round when it is due.
-
-        Args:
-            parameters: What is averaged.
-            lr: Learning rate of the step.
-            scale: GradScaler's factor that was in the gradients at backward; None if none was.
-            remeasure: Gradients were unscaled since backward: measure them as they are.
-        """
+    def tick(self, step: LocalStep) -> None:
+        """Count one step, and make a round when it is due."""
         self.clock += 1
         if self.transport.size == 1:
             return
         if self._gradients is not None:
-            self._gradients.add(parameters, scale, remeasure)
+            self._gradients.add(step.parameters, step.gradient_scale, step.remeasure)
         if self._next is None:
-            self._next = self._after(self.clock - 1, lr)
+            self._next = self._after(self.clock - 1, step.lr)
         if self.clock >= self._next:
             with torch.no_grad(), record_function("consensus_opt::round"):
-                self._round(parameters, lr)
+                self._round(step)
 
-    def _round(self, parameters: Sequence[Tensor], lr: float) -> None:
+    def _round(self, step: LocalStep) -> None:
         sent, waited = self.transport.bytes_sent, self.transport.wait_seconds
-        flat = self._refresh(parameters)
-        lr = self._open_round(lr)
+        flat = self._refresh(step.parameters, step.state)
+        lr = self._open_round(step.lr)
         force = self.method.force
-        pull = force.pull.at(self.clock, self.total_steps)
-        push = force.push.at(self.clock, self.total_steps)
-        flat.pack()
+        pull = force.pull.at(self.clock, self.total_steps, lr)
+        push = force.push.at(self.clock, self.total_steps, lr)
+        for part in (flat, self._state):
+            part.pack()
         outcome, squared, pushed = self._move(flat, pull, push)
-        flat.unpack()
+        for part in (flat, self._state):
+            part.unpack()
         self.rounds += 1
         self.exchanges += outcome.exchanges
         self.bytes_sent += self.transport.bytes_sent - sent
@@ -155,6 +165,8 @@ class Rounds:
         if not self._centres:
             self._centres = [torch.empty_like(buffer) for buffer in flat.buffers]
         outcome = self._form(flat.buffers, self._centres)
+        if outcome.exchanges == 0:
+            return outcome, None, True
         with record_function("consensus_opt::force"):
             squared, floor = forces.squared_distance(flat.buffers, self._centres)
             forces.move(flat.buffers, self._centres, forces.line_weight(squared, floor, pull, push))
@@ -163,18 +175,21 @@ class Rounds:
     def _form(self, flats: Sequence[Tensor], outs: Sequence[Tensor]) -> Outcome:
         """Let the control exchange, from ``flats`` to ``outs``, and measure."""
         made = 0
+        state = self._state.buffers
 
         def exchange(count: int) -> None:
             nonlocal made
-            source = outs if made else flats
+            source, first = outs if made else flats, self.exchanges + made
             with record_function("consensus_opt::average"):
-                self.method.average.form(source, outs, self.transport, self.exchanges + made, count)
+                self.method.average.form(
+                    [*source, *state], [*outs, *state], self.transport, first, count
+                )
             made += count
 
         def measure(meter: Sketch) -> Distance:
             with record_function("consensus_opt::measure"):
                 beside = None if self._gradients is None else self._gradients.take()
-                return meter.measure(outs, self.transport, beside)
+                return meter.measure(outs if made else flats, self.transport, beside)
 
         verbs = Verbs(self.clock, self.total_steps, exchange, measure)
         return self.method.control.run(verbs, self._memory)
@@ -191,26 +206,43 @@ class Rounds:
 
     # ------------------------------------------------------------------ agreement
 
-    def _refresh(self, parameters: Sequence[Tensor]) -> FlatParameters:
-        """Return the flat parameters, laid out anew when they are no longer these tensors."""
-        if self._flat is None or not self._flat.is_current(parameters):
-            self.release()
-            self._flat = FlatParameters(parameters, self.transport.batch, self._views)
-            self._description = self._describe(parameters)
+    def _refresh(
+        self, parameters: Sequence[Tensor], state: Sequence[Tensor] | None = None
+    ) -> FlatParameters:
+        """Return the flat parameters; what is no longer these tensors is laid out anew.
+
+        Args:
+            parameters: What is averaged.
+            state: Optimizer state that travels along; None for that of the last round.
+        """
+        state = self._state.tensors if state is None else state
+        if self._flat is not None and self._flat.is_current(parameters):
+            if self._state.is_current(state):
+                return self._flat
+        else:
+            if self._flat is not None:
+                self._flat.release()
+            self._flat, self._centres = self._lay_out(parameters), []
             if self._gradients is not None:
                 self._gradients.watch(parameters)
+        self._state.release()
+        self._state = self._lay_out(state)
+        self._description = self._describe(parameters, state)
         return self._flat
 
-    def _describe(self, parameters: Sequence[Tensor]) -> str:
+    def _lay_out(self, tensors: Sequence[Tensor]) -> FlatParameters:
+        return FlatParameters(tensors, self.transport.batch, self._views)
+
+    def _describe(self, parameters: Sequence[Tensor], state: Sequence[Tensor] = ()) -> str:
         entries: list[tuple[str, object]] = [
             ("workers", self.transport.size),
             ("method", self.method),
             ("total_steps", self.total_steps),
         ]
-        entries += [
-            (f"parameter {i}", f"shape {tuple(p.shape)}, {p.dtype}")
-            for i, p in enumerate(parameters)
-        ]
+        for kind, tensors in (("parameter", parameters), ("state", state)):
+            entries += [
+                (f"{kind} {i}", f"shape {tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)
+            ]
         return describe(entries)
 
     def _open_round(self, lr: float) -> float:
@@ -306,10 +338,11 @@ class Rounds:
     # ------------------------------------------------------------------ state
 
     def release(self) -> None:
-        """Give the parameters memory of their own again."""
+        """Give parameters and state memory of their own again."""
         if self._flat is not None:
             self._flat.release()
-        self._flat, self._centres = None, []
+        self._state.release()
+        self._flat, self._state, self._centres = None, FlatParameters([]), []
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain types (contract C8)."""

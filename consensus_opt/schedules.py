@@ -1,7 +1,8 @@
 """Scalars that change over training: the strengths of pull and push.
 
-A schedule is a pure function of the communication clock and of the number of steps that training
-will take. Where that number is not known, every schedule is constant at its ``value``.
+A schedule is a pure function of the communication clock, the number of steps that training will
+take and the learning rate. Where that number is not known, every schedule is constant at its
+``value``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Schedule(Protocol):
     def bounds(self) -> tuple[float, float]:
         """Smallest and largest value that the schedule can take."""
 
-    def at(self, step: int, total: int | None) -> float:
-        """Return the value after ``step`` of ``total`` steps."""
+    def at(self, step: int, total: int | None, lr: float = 0.0) -> float:
+        """Return the value after ``step`` of ``total`` steps, at the learning rate ``lr``."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Constant:
         """The value, twice."""
         return self.value, self.value
 
-    def at(self, step: int, total: int | None) -> float:
+    def at(self, step: int, total: int | None, lr: float = 0.0) -> float:
         """Return the value."""
         return self.value
 
@@ -49,9 +50,9 @@ class Linear:
     @property
     def bounds(self) -> tuple[float, float]:
         """The two ends, in order."""
-        return min(self.start, self.value), max(self.start, self.value)
+        return _ordered(self.start, self.value)
 
-    def at(self, step: int, total: int | None) -> float:
+    def at(self, step: int, total: int | None, lr: float = 0.0) -> float:
         """Interpolate between start and value."""
         return self.start + (self.value - self.start) * _progress(step, total)
 
@@ -65,9 +66,9 @@ class CosineUp:
     @property
     def bounds(self) -> tuple[float, float]:
         """Zero and the value."""
-        return min(0.0, self.value), max(0.0, self.value)
+        return _ordered(0.0, self.value)
 
-    def at(self, step: int, total: int | None) -> float:
+    def at(self, step: int, total: int | None, lr: float = 0.0) -> float:
         """Climb along half a cosine wave."""
         return self.value * (1 - math.cos(math.pi * _progress(step, total))) / 2
 
@@ -81,12 +82,48 @@ class CosineDown:
     @property
     def bounds(self) -> tuple[float, float]:
         """Zero and the value."""
-        return min(0.0, self.value), max(0.0, self.value)
+        return _ordered(0.0, self.value)
 
-    def at(self, step: int, total: int | None) -> float:
+    def at(self, step: int, total: int | None, lr: float = 0.0) -> float:
         """Descend along half a cosine wave."""
         progress = 0.0 if total is None else _progress(step, total)
         return self.value * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class LrPower:
+    """``least + (1 - least) (lr / reference)^power``, at most 1; 1 up to step ``start``.
+
+    The pull of DSGD-AC: as the learning rate falls, workers are left further apart.
+
+    Source: Wang & Johansson, arXiv 2602.02899.
+
+    Raises:
+        ValueError: If ``reference`` or ``power`` is not positive, or ``least`` is outside [0, 1].
+    """
+
+    reference: float
+    power: float = 3.0
+    least: float = 0.0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.reference > 0 and self.power > 0 and 0 <= self.least <= 1):
+            raise ValueError(
+                f"{self!r} needs a positive reference and power, and least in [0, 1]; write "
+                "LrPower(reference=0.1), the learning rate at which workers mix fully"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """From ``least`` to 1."""
+        return self.least, 1.0
+
+    def at(self, step: int, total: int | None, lr: float = 0.0) -> float:
+        """Follow the learning rate."""
+        if step <= self.start:
+            return 1.0
+        return self.least + (1 - self.least) * min(1.0, lr / self.reference) ** self.power
 
 
 SHAPES = {
@@ -122,3 +159,8 @@ def schedule(value: float | Schedule, shape: str = "constant") -> Schedule:
 
 def _progress(step: int, total: int | None) -> float:
     return 1.0 if total is None else min(step / total, 1.0)
+
+
+def _ordered(a: float, b: float) -> tuple[float, float]:
+    """Return the two numbers in order; NaN where one is, which ``min`` would hide."""
+    return (math.nan, math.nan) if math.isnan(a + b) else (min(a, b), max(a, b))

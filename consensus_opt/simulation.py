@@ -48,6 +48,7 @@ class Simulation:
         flat: The ``(n, P)`` parameter.
 
     Raises:
+        TypeError: If the model is no module, or ``optimizer`` no function that makes one.
         ValueError: If the model has no trainable parameter, or several dtypes.
     """
 
@@ -63,6 +64,7 @@ class Simulation:
         telemetry: Sink | Sequence[Sink] | None = None,
     ) -> None:
         n = whole(n, "n", "Simulation(model, 16, gossip_sgd('ring'))")
+        _check_kinds(model, optimizer)
         self.model = copy.deepcopy(model)
         self._trainable = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
         _check_dtypes(self._trainable)
@@ -145,7 +147,25 @@ class _Workers(nn.Module):
             self.register_buffer(name.replace(".", "/"), buffer)
 
 
+def _check_kinds(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is {model!r}; it must be one torch.nn.Module, the start of all workers; "
+            "write Simulation(model, n, method)"
+        )
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}; it must be a function that makes "
+            "one from a list of parameters; write optimizer=lambda p: torch.optim.SGD(p, lr=0.1)"
+        )
+
+
 def _check_dtypes(parameters: dict[str, nn.Parameter]) -> None:
+    if not parameters:
+        raise ValueError(
+            "the model has no trainable parameters, and a simulation trains at least one; write "
+            "model.requires_grad_(True), or give the model layers"
+        )
     dtypes = {p.dtype for p in parameters.values()}
     if len(dtypes) != 1:
         raise ValueError(

@@ -119,9 +119,12 @@ def as_sinks(telemetry: Sink | Sequence[Sink] | None) -> tuple[Sink, ...]:
     """
     if telemetry is None:
         return ()
-    sinks = tuple(telemetry) if isinstance(telemetry, Sequence) else (telemetry,)
+    if isinstance(telemetry, Sequence) and not isinstance(telemetry, str):
+        sinks = tuple(telemetry)
+    else:
+        sinks = (telemetry,)
     for sink in sinks:
-        if not callable(sink):
+        if not callable(sink) or isinstance(sink, type):
             raise TypeError(
                 f"telemetry takes callables that accept a RoundRecord, and got {sink!r}; "
                 "write telemetry=JsonLines('rounds.jsonl') or telemetry=records.append"

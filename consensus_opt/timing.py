@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from consensus_opt.checks import whole_field
+from consensus_opt.checks import positive, whole_field
 
 
 class Timing(Protocol):
@@ -85,11 +85,8 @@ class QuadraticSync:
 
     def __post_init__(self) -> None:
         whole_field(self, "min_period", "quadratic_sync(0.0175, min_period=4)")
-        if not 0 < self.coefficient < math.inf:
-            raise ValueError(
-                f"coefficient must be a positive number, and is {self.coefficient!r}; "
-                "write quadratic_sync(coefficient=0.0175), in units of the learning rate"
-            )
+        example = "quadratic_sync(coefficient=0.0175), in units of the learning rate"
+        object.__setattr__(self, "coefficient", positive(self.coefficient, "coefficient", example))
 
     def next_round(self, step: int, lr: float, total: int | None) -> int:
         """Return the end of a period that the learning rate sets."""

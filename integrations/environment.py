@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 
+import torch
 import torch.distributed as dist
 
 from consensus_opt.errors import PeerError
@@ -75,7 +76,7 @@ def init_process_group(backend: str = "gloo", timeout: float = 300.0) -> None:
             f"no launcher started this process: none of {known} is set; start it with "
             "torchrun --nproc-per-node=4 train.py or mpirun -n 4 python train.py"
         )
-    host, port = _address(here)
+    host, port = _address(here, timeout)
     try:
         dist.init_process_group(
             backend,
@@ -93,7 +94,7 @@ def init_process_group(backend: str = "gloo", timeout: float = 300.0) -> None:
         ) from error
 
 
-def _address(here: Place) -> tuple[str, int]:
+def _address(here: Place, timeout: float) -> tuple[str, int]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if not missing:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -106,15 +107,19 @@ def _address(here: Place) -> tuple[str, int]:
             "all ranks (mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 ...)"
             + (", or pip install mpi4py, by which rank 0 tells the others" if here.mpi else "")
         )
-    return _chosen_by_rank_zero()
+    return _chosen_by_rank_zero(timeout)
 
 
-def _chosen_by_rank_zero() -> tuple[str, int]:
-    from mpi4py import MPI
+def _chosen_by_rank_zero(timeout: float) -> tuple[str, int]:
+    from consensus_opt.integrations.mpi import MPITransport
 
+    transport = MPITransport(timeout=timeout)
     with socket.socket() as probe:
         probe.bind(("", 0))
-        own = socket.gethostname(), int(probe.getsockname()[1])
-        everywhere: list[tuple[str, int]] = MPI.COMM_WORLD.allgather(own)
-    host, port = everywhere[0]
-    return ("127.0.0.1" if {name for name, _ in everywhere} == {host} else host), port
+        text = f"{socket.getfqdn()}:{probe.getsockname()[1]}".encode()
+    address = torch.zeros(256, dtype=torch.uint8)
+    address[: len(text)] = torch.tensor(list(text))
+    hosts = {bytes(row).split(b":")[0] for row in transport.gather(address).tolist()}
+    transport.broadcast(address)
+    host, port = bytes(address.tolist()).rstrip(b"\0").decode().split(":")
+    return ("127.0.0.1" if len(hosts) == 1 else host), int(port)

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from consensus_opt.errors import PeerError
 from consensus_opt.transport import Pending, arithmetic_dtype
@@ -19,11 +18,16 @@ _SPARE_SECONDS = 3.0
 _LAST_ONE_SECONDS = 2.0
 
 
-class Engine(Protocol):
-    """What is asked of a transport here."""
+class Waits(Protocol):
+    """A transport that waits for others no longer than its timeout."""
 
     rank: int
     timeout: float
+
+
+class Engine(Waits, Protocol):
+    """A transport that can sum."""
+
     chunk_bytes: int
 
     def start_sum(self, flat: Tensor, average: bool) -> Pending:
@@ -43,6 +47,16 @@ class HalfMean:
             chunk.copy_(wide)
 
 
+class SignIn(Protocol):
+    """What a roll call is signed in: a ``torch.distributed.Store``, or what does its part."""
+
+    def set(self, key: str, value: str) -> None:
+        """Sign as rank ``key``; raise RuntimeError if the list is out of reach."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether these ranks have signed."""
+
+
 class RollCall:
     """Finds out, after a failure, which ranks do not answer.
 
@@ -60,7 +74,7 @@ class RollCall:
 
     def __init__(
         self,
-        store: distributed_c10d.Store,
+        store: SignIn,
         rank: int,
         size: int,
         timeout: float,
@@ -100,7 +114,7 @@ class RollCall:
 
 
 def peer_error(
-    transport: Engine, peer: int | None, absent: list[int] | None, cause: Exception
+    transport: Waits, peer: int | None, absent: list[int] | None, cause: Exception
 ) -> PeerError:
     """Say who did not answer: those absent at the roll call, else the peer waited for."""
     named = absent if absent is not None or peer is None else [peer]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from consensus_opt.checks import positive, whole
 from consensus_opt.errors import PeerError
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.shared import HalfMean, RollCall, peer_error
@@ -162,12 +163,5 @@ def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) ->
             f"rank {dist.get_rank()} is not in the process group given; make the transport only on "
             "the group's ranks, or pass the group that this rank belongs to"
         )
-    if not timeout > 0:
-        raise ValueError(
-            f"timeout must be a positive number of seconds, and is {timeout!r}; write timeout=300.0"
-        )
-    if chunk_bytes < 1:
-        raise ValueError(
-            f"chunk_bytes must be a positive number of bytes, and is {chunk_bytes!r}; "
-            "write chunk_bytes=8 << 20"
-        )
+    positive(timeout, "timeout", "timeout=300.0, in seconds")
+    whole(chunk_bytes, "chunk_bytes", "chunk_bytes=8 << 20")
