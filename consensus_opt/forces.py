@@ -46,7 +46,7 @@ class Force:
                     "lam=0.5), which takes numbers, or Force(Constant(0.1), Constant(0.5))"
                 )
         low, high = self.pull.bounds
-        if not (low > 0 and high <= 1):
+        if not (low >= 0 and 0 < high <= 1):
             raise ValueError(
                 f"the pull alpha must stay in (0, 1], and goes from {low} to {high}; "
                 "write dppf(alpha=0.1), or local_sgd(...) for hard averaging (alpha = 1)"
