@@ -21,7 +21,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from consensus_opt.forces import squared_distance
 from consensus_opt.mixing import Spectrum
 from consensus_opt.transport import Transport, arithmetic_dtype
 
@@ -49,12 +48,6 @@ class Distance:
     def upper(self) -> float:
         """The value and two standard errors."""
         return self.value * (1 + 2 * self.error)
-
-
-def exact(flats: Sequence[Tensor], means: Sequence[Tensor], transport: Transport) -> Distance:
-    """Return Xi of buffers whose mean over the workers is at hand; a collective call."""
-    squared, _ = squared_distance(flats, means)
-    return Distance(root_mean(squared, transport), 0.0, "exact")
 
 
 def root_mean(squared: Tensor, transport: Transport) -> float:

@@ -99,6 +99,19 @@ class FlatParameters:
             for tensor, start, end in buffer.packed:
                 tensor.detach().copy_(buffer.flat[..., start:end].view(tensor.shape))
 
+    def pieces(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Cut buffers that are shaped like these into the parts of each tensor, in their order.
+
+        Returns:
+            Real tensors of shape ``batch + (k,)``, with k the tensor's number of real values.
+        """
+        parts: dict[int, Tensor] = {}
+        for buffer, values in zip(self._buffers, buffers, strict=True):
+            reals = 2 if buffer.flat.is_complex() else 1
+            for tensor, start, end in (*buffer.viewed, *buffer.packed):
+                parts[id(tensor)] = values[..., reals * start : reals * end]
+        return [parts[id(tensor)] for tensor in self.tensors]
+
     def release(self) -> None:
         """Give every viewed tensor memory of its own again."""
         for buffer in (b for b in self._buffers if b.owned):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -265,7 +266,23 @@ class ConsensusOptimizer(torch.optim.Optimizer):
 
     def consensus_distance(self) -> float:
         """Return ``Xi = sqrt(mean_m ||x_m - x_A||^2)`` over all parameters, exactly; collective."""
-        return self._connected().distance(self._all_parameters())
+        return math.hypot(*self._connected().distances(self._all_parameters()).values())
+
+    def consensus_distances(self) -> dict[str, float]:
+        """Return Xi of each parameter by its name, exactly; a collective call.
+
+        Names are those of ``model``; without one, ``"GROUP.INDEX"`` in the parameter groups. Their
+        squares add up to the square of :meth:`consensus_distance`.
+        """
+        each = self._connected().distances(self._all_parameters())
+        names = {
+            id(p): f"{g}.{i}"
+            for g, group in enumerate(self.param_groups)
+            for i, p in enumerate(group["params"])
+        }
+        if self._model is not None:
+            names |= {id(p): name for name, p in self._model.named_parameters()}
+        return {names[key]: value for key, value in each.items()}
 
     # ------------------------------------------------------------------ checkpoints and copies
 

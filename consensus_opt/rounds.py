@@ -25,7 +25,7 @@ from consensus_opt.agreement import (
     meet_neighbours,
 )
 from consensus_opt.control import Memory, Outcome, Verbs
-from consensus_opt.distance import Distance, Sketch, exact, root_mean
+from consensus_opt.distance import Distance, Sketch, root_mean
 from consensus_opt.flat import FlatParameters
 from consensus_opt.gradients import GradientMeter
 from consensus_opt.methods import Method
@@ -301,15 +301,19 @@ class Rounds:
         """Make all workers equal to the mean."""
         self._average(self._collect("synchronize()", parameters, buffers))
 
-    def distance(self, parameters: Sequence[Tensor]) -> float:
-        """Return the exact consensus distance now."""
-        if self.transport.size == 1:
-            return 0.0
+    def distances(self, parameters: Sequence[Tensor]) -> dict[int, float]:
+        """Return the exact consensus distance of each parameter, by its ``id``."""
         (part, _) = self._collect("consensus_distance()", parameters, ())
+        if self.transport.size == 1:
+            return {id(tensor): 0.0 for tensor in part.tensors}
         means = [buffer.clone() for buffer in part.buffers]
         for mean in means:
             self.transport.mean(mean)
-        return exact(part.buffers, means, self.transport).value
+        pairs = zip(part.pieces(part.buffers), part.pieces(means), strict=True)
+        squared = [forces.squared_distance([x], [mean])[0] for x, mean in pairs]
+        rows = self.transport.gather(torch.stack([s.cpu() for s in squared], dim=-1))
+        each = rows.mean(0).sqrt().tolist()
+        return {id(tensor): value for tensor, value in zip(part.tensors, each, strict=True)}
 
     def _collect(
         self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor]

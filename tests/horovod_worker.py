@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import horovod.torch
@@ -55,6 +56,11 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def wrap(optimizer: Any, method: Any = MEAN, **options: Any) -> hvd.DistributedOptimizer:
     return hvd.DistributedOptimizer(optimizer, method=method, timeout=TIMEOUT, **options)
+
+
+@cache
+def process_set(*ranks: int) -> Any:
+    return hvd.add_process_set(list(ranks))
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -174,7 +180,7 @@ def half_precision_models() -> dict[str, bool]:
 
 @check
 def process_set_of_two() -> dict[str, Any]:
-    own = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])][hvd.rank() % 2]
+    own = [process_set(0, 2), process_set(1, 3)][hvd.rank() % 2]
     transport = hvd.HorovodTransport(own, timeout=TIMEOUT)
     values = torch.tensor([float(hvd.rank())])
     transport.broadcast(sent := values.clone(), source=1)
@@ -190,8 +196,8 @@ def process_set_of_two() -> dict[str, Any]:
 @check
 def gradients_inside_nodes_and_models_across() -> dict[str, Any]:
     """Nodes of two ranks train with Horovod's gradient averaging; models meet across nodes."""
-    nodes = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
-    across = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
+    nodes = [process_set(0, 1), process_set(2, 3)]
+    across = [process_set(0, 2), process_set(1, 3)]
     models = []
     for wrapper in (ConsensusOptimizer, hvd.DistributedOptimizer):
         model = mlp()

@@ -49,7 +49,11 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], rank: int = 0
 ) -> None:
     """The ordinary loop, with a closure where the optimizer asks for one."""
+    for step in steps:
+        train_step(model, optimizer, step, rank)
 
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = loss_of(model, rank, step)
@@ -57,12 +61,11 @@ def train(
         return loss
 
     inner = optimizer.inner if isinstance(optimizer, ConsensusOptimizer) else optimizer
-    for step in steps:
-        if isinstance(inner, torch.optim.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+    if isinstance(inner, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 TOPOLOGIES = ["ring", "star", "one_peer_exponential", "exponential", "base2", "random_matching"]
 
 Case = tuple[str, int, torch.dtype, int, int, bool]
-"""Topology, its phase, dtype, elements, bytes a chunk, and whether the result replaces its input."""
+"""Topology, its phase, dtype, elements, bytes a chunk, and whether the result goes in place."""
 
 CASES = st.tuples(
     st.sampled_from(TOPOLOGIES),

@@ -175,9 +175,7 @@ def test_schedules_have_the_values_of_their_formulas() -> None:
 def test_pull_and_push_of_each_round_come_from_their_schedules() -> None:
     records: list[RoundRecord] = []
     method = dppf(alpha=Linear(0.9, start=0.1), lam=0.5, period=5, schedule="cosine_up")
-    _, optimizer = stacked(
-        random_rows(N, WIDTH), method, telemetry=records.append, total_steps=20
-    )
+    _, optimizer = stacked(random_rows(N, WIDTH), method, telemetry=records.append, total_steps=20)
     for _ in range(20):
         optimizer.step()
     assert [r.step for r in records] == [5, 10, 15, 20]

@@ -229,7 +229,7 @@ def test_a_group_that_is_added_joins_the_inner_optimizer_and_the_average() -> No
 
 
 def test_the_key_set_of_a_state_dict_is_the_same_before_and_after_a_round() -> None:
-    parameter, wrapped = stacked(random_rows(4, 5), local_sgd(2), lr=0.1)
+    _, wrapped = stacked(random_rows(4, 5), local_sgd(2), lr=0.1)
     before = set(wrapped.state_dict()["consensus"])
     for _ in range(2):
         wrapped.step()
@@ -270,7 +270,7 @@ def test_a_copy_goes_on_with_the_same_bits(how: str) -> None:
     twin_model, twin = copies((model, wrapped), how)
     assert same(twin.state_dict(), wrapped.state_dict())
     assert twin.method == wrapped.method
-    assert [p for g in twin.param_groups for p in g["params"]][0] is next(twin_model.parameters())
+    assert twin.param_groups[0]["params"][0] is next(twin_model.parameters())
     train(model, wrapped, range(3, 6))
     train(twin_model, twin, range(3, 6))
     assert same(flat(twin_model), flat(model))
