@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.data import DATA_SETS
+from benchmarks.launch import ENGINES
 from benchmarks.models import MODELS, NORMS
 from benchmarks.recipes import recipe
 
 Number = TypeVar("Number", int, float)
 
-METHODS = ("sync", "local_sgd", "gossip", "dppf", "post_local", "quadratic_sync")
+METHODS = (
+    *("sync", "local_sgd", "gossip", "dppf"),
+    *("post_local", "quadratic_sync", "consensus_control", "dsgd_ac"),
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,6 +34,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _training(parser)
     _run(parser)
     options = parser.parse_args(arguments)
+    if options.deepspeed_config:
+        options.engine = "deepspeed"
+        config = json.loads(Path(options.deepspeed_config).read_text())
+        options.method = config["consensus"]["method"]
+        return options
+    if options.engine == "deepspeed" and options.method != "sync":
+        parser.error("--engine deepspeed needs --deepspeed-config FILE, which holds the method")
     try:
         recipe(options, steps=1)
     except ValueError as error:
@@ -57,6 +70,22 @@ def _method(parser: argparse.ArgumentParser) -> None:
         "--topology", help="who exchanges with whom in gossip and dppf: ring, one_peer_exponential"
     )
     group.add_argument("--exchanges", type=positive_int, default=1, help="exchanges in a round")
+    group.add_argument(
+        "--accelerated", action="store_true", help="gossip: weigh exchanges so that they mix best"
+    )
+    group.add_argument(
+        "--rho", type=positive, default=0.25, help="consensus_control: target rho * phi"
+    )
+    group.add_argument(
+        "--target", type=float, help="consensus_control: a fixed target distance instead of rho"
+    )
+    group.add_argument(
+        "--until-controlled", type=fraction, default=0.5, help="part of training under control"
+    )
+    group.add_argument("--most", type=positive_int, default=16, help="most exchanges in a round")
+    group.add_argument(
+        "--state", choices=("local", "average"), default="local", help="momentum in gossip"
+    )
     group.add_argument("--alpha", type=float, default=0.1, help="pull of dppf")
     group.add_argument("--lam", type=float, default=0.5, help="push of dppf")
     group.add_argument("--schedule", default="cosine_up", help="course of the push in training")
@@ -94,6 +123,13 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a worker"
     )
+    group.add_argument(
+        "--engine", choices=ENGINES, help="what carries the messages; by default the launcher's"
+    )
+    group.add_argument(
+        "--deepspeed-config", help='DeepSpeed configuration, whose "consensus" block is the method'
+    )
+    group.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # by launchers
 
 
 def positive_int(text: str) -> int:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from consensus_opt import Method, dppf, gossip_sgd, local_sgd, post_local, quadratic_sync
+from consensus_opt import (
+    GradientNorm,
+    Method,
+    consensus_control,
+    dppf,
+    dsgd_ac,
+    gossip_sgd,
+    local_sgd,
+    post_local,
+    quadratic_sync,
+)
 
 
 def recipe(options: Namespace, steps: int) -> Method | None:
@@ -19,7 +29,24 @@ def recipe(options: Namespace, steps: int) -> Method | None:
         return local_sgd(options.period)
     if options.method == "gossip":
         topology = options.topology or "ring"
-        return gossip_sgd(topology, period=options.period, exchanges=options.exchanges)
+        return gossip_sgd(
+            topology,
+            period=options.period,
+            exchanges=options.exchanges,
+            accelerated=options.accelerated,
+            state=options.state,
+        )
+    if options.method == "consensus_control":
+        return consensus_control(
+            options.topology or "ring",
+            GradientNorm(options.rho) if options.target is None else options.target,
+            during=(0.0, options.until_controlled),
+            most=options.most,
+            period=options.period,
+            state=options.state,
+        )
+    if options.method == "dsgd_ac":
+        return dsgd_ac(options.topology or "ring", lr_reference=options.lr)
     if options.method == "dppf":
         return dppf(
             alpha=options.alpha,

@@ -2,10 +2,11 @@
 
     python -m benchmarks.train                                        # one worker
     torchrun --nproc-per-node 4 -m benchmarks.train --method dppf     # four of them
+    mpirun -n 4 python -m benchmarks.train --method dppf              # by MPI
 
-`one_epoch` is the loop of any PyTorch program and is the same for every method. The methods part in
-`distribute`: for `sync` the model is wrapped (DDP averages gradients in every step), for all others
-the optimizer is. The model to judge in the end is the mean of the workers, which
+`one_epoch` is the loop of any PyTorch program and is the same for every method and engine. These
+part in `launch.distribute`: for `sync` gradients are averaged in every step, for all others the
+optimizer is wrapped. The model to judge in the end is the mean of the workers, which
 `optimizer.averaged()` puts in place (see evaluate.py).
 """
 
@@ -20,27 +21,23 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch import Tensor
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 
 from benchmarks import data, record, report
 from benchmarks.data import Split, load, steps_per_epoch
 from benchmarks.evaluate import quality, traffic
-from benchmarks.launch import Worker, launch
+from benchmarks.launch import Worker, distribute, launch
 from benchmarks.models import build
 from benchmarks.options import parse
-from benchmarks.recipes import recipe
-from consensus_opt import ConsensusOptimizer
-from consensus_opt.telemetry import JsonLines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says, in as many processes as the launcher started."""
     options = parse(arguments)
-    with launch(options.device) as worker:
+    with launch(options.device, options.engine) as worker:
         train(options, worker)
 
 
@@ -53,7 +50,14 @@ def train(options: Namespace, worker: Worker) -> None:
     torch.manual_seed(options.seed)
     model = build(options.model, split, options.norm).to(worker.device)
     steps = options.epochs * steps_per_epoch(len(split.train_x), options.batch_size, worker.size)
-    network, optimizer = distribute(model, options, worker, steps)
+    inner = SGD(
+        model.parameters(),
+        lr=options.lr,
+        momentum=options.momentum,
+        nesterov=options.nesterov and options.momentum > 0,
+        weight_decay=options.weight_decay,
+    )
+    network, optimizer = distribute(model, inner, options, worker, steps)
     scheduler = LambdaLR(optimizer, lr_factor(options.lr_schedule, options.warmup, steps))
 
     seconds = 0.0
@@ -90,33 +94,9 @@ def train(options: Namespace, worker: Worker) -> None:
         finish(out, result)
 
 
-def distribute(
-    model: nn.Module, options: Namespace, worker: Worker, steps: int
-) -> tuple[nn.Module, Optimizer]:
-    """What to call and what to step, so that the workers train one model together."""
-    optimizer = SGD(
-        model.parameters(),
-        lr=options.lr,
-        momentum=options.momentum,
-        nesterov=options.nesterov and options.momentum > 0,
-        weight_decay=options.weight_decay,
-    )
-    method = recipe(options, steps)
-    if method is None:
-        return (model if worker.size == 1 else DistributedDataParallel(model)), optimizer
-    return model, ConsensusOptimizer(
-        optimizer,
-        method,
-        model=model,
-        transport=worker.transport,
-        total_steps=steps,
-        telemetry=JsonLines(Path(options.out) / record.ROUNDS) if worker.first else None,
-    )
-
-
 def one_epoch(
-    network: nn.Module,
-    optimizer: Optimizer,
+    network: Any,
+    optimizer: Any,
     scheduler: LRScheduler,
     batches: Iterable[tuple[Tensor, Tensor]],
     bar: tqdm[NoReturn],
@@ -127,7 +107,8 @@ def one_epoch(
     for images, labels in batches:
         loss = F.cross_entropy(network(images), labels)
         optimizer.zero_grad()
-        loss.backward()
+        # A DeepSpeed engine has a backward of its own.
+        network.backward(loss) if hasattr(network, "backward") else loss.backward()
         optimizer.step()
         scheduler.step()
         bar.update()

@@ -29,6 +29,9 @@ OPERATIONS = (
     "consensus_distance()",
 )
 
+KINDS = ("parameter", "state tensor", "start value")
+"""What is described a line each: what is averaged, and what rank 0 gives to all at the start."""
+
 
 @dataclass(frozen=True)
 class Header:
@@ -119,9 +122,9 @@ def _description_mismatch(texts: list[str]) -> RankMismatchError:
     usual = Counter(texts).most_common(1)[0][0]
     odd = [rank for rank, text in enumerate(texts) if text != usual]
     lines, others = usual.split("\n"), texts[odd[0]].split("\n")
-    if len(lines) != len(others):
-        difference = f"{_count(others)} instead of {_count(lines)}"
-    else:
+    counts = [(_count(others, kind), _count(lines, kind)) for kind in KINDS]
+    difference = next((f"{other} instead of {own}" for other, own in counts if other != own), None)
+    if difference is None:
         line, other = next((a, b) for a, b in zip(lines, others, strict=True) if a != b)
         difference = f"'{other}' instead of '{line}'"
     return RankMismatchError(
@@ -131,6 +134,5 @@ def _description_mismatch(texts: list[str]) -> RankMismatchError:
     )
 
 
-def _count(lines: list[str]) -> str:
-    parameters = [line for line in lines if line.startswith("parameter")]
-    return f"{len(parameters)} parameters (last '{parameters[-1] if parameters else 'none'}')"
+def _count(lines: list[str], kind: str) -> str:
+    return f"{sum(line.startswith(kind) for line in lines)} {kind}s"

@@ -14,9 +14,12 @@ from typing import Protocol
 
 from consensus_opt.checks import whole_field
 from consensus_opt.distance import Distance, Sketch
-from consensus_opt.targets import Target
+from consensus_opt.targets import OfReference, Target
 
 _USUAL_FACTOR = 0.8
+_PATIENCE = 16
+"""Rounds with one number, after which one fewer is tried: what a number led to goes out of date."""
+_TINY = 1e-30
 
 Memory = dict[str, float]
 """What a control remembers from round to round."""
@@ -135,11 +138,16 @@ class KeepBelow:
         return self.target.uses_gradients or (floor is not None and floor.uses_gradients)
 
     def validate(self, total: int | None) -> None:
-        """Ask for the length of training where only a part of it is controlled."""
+        """Ask for the length of training where a part of it is meant."""
         if total is None and self.during != (0.0, 1.0):
             raise ValueError(
                 f"the control is on during {self.during} of training, and its length is not known; "
                 "pass total_steps to ConsensusOptimizer, or during=(0.0, 1.0) to control always"
+            )
+        if total is None and isinstance(self.target, OfReference):
+            raise ValueError(
+                f"the target is {self.target!r}, which has phases of training, and its length is "
+                "not known; pass total_steps to ConsensusOptimizer, or a constant target"
             )
 
     def run(self, verbs: Verbs, memory: Memory) -> Outcome:
@@ -156,7 +164,8 @@ class KeepBelow:
             verbs.exchange(1)
             made += 1
             measured = verbs.measure(self.meter)
-        memory["planned"] = self._plan(planned, made, first.upper / limit, memory)
+        reached = max(first.upper / max(limit, _TINY), _TINY)
+        memory["planned"] = self._plan(planned, made, reached, memory)
         return Outcome(made, measured, limit if math.isfinite(limit) else None)
 
     def _plan(self, planned: int, made: int, reached: float, memory: Memory) -> int:
@@ -165,19 +174,22 @@ class KeepBelow:
         Args:
             planned: Exchanges that were made at once.
             made: Exchanges in all.
-            reached: Distance after the planned ones, relative to the limit.
+            reached: Distance after the planned ones, relative to the limit; above 0.
             memory: Holds, for each number q, by which factor q exchanges beat q - 1.
         """
         gap = planned - int(memory.get("last_planned", planned))
+        memory["steady"] = memory.get("steady", 0) + 1 if gap == 0 else 0
         if gap == 1:
             memory[f"factor_{planned}"] = reached / memory["last_reached"]
         elif gap == -1:
             memory[f"factor_{planned + 1}"] = memory["last_reached"] / reached
-        memory["last_planned"], memory["last_reached"] = planned, max(reached, 1e-30)
+        memory["last_planned"], memory["last_reached"] = planned, reached
         if reached > 1:
             return min(self.most, planned + max(1, (made - planned) // 2))
-        one_fewer = reached / memory.get(f"factor_{planned}", _USUAL_FACTOR)
-        return planned - 1 if planned > 1 and one_fewer <= 1 else planned
+        nearby = memory.get(f"factor_{planned + 1}", _USUAL_FACTOR)
+        one_fewer = reached / memory.get(f"factor_{planned}", nearby)
+        try_fewer = one_fewer <= 1 or memory["steady"] >= _PATIENCE
+        return planned - 1 if planned > 1 and try_fewer else planned
 
     def _run_freely(self, verbs: Verbs, memory: Memory, floor: Target | None) -> Outcome:
         """Exchange once, unless the distance is below its lower limit already."""

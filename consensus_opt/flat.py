@@ -89,15 +89,14 @@ class FlatParameters:
     def pack(self) -> None:
         """Copy the packed tensors into the buffers."""
         for buffer in self._buffers:
-            for tensor, start, end in buffer.packed:
-                part = buffer.flat[..., start:end]
-                part.view(tensor.shape).copy_(tensor.detach())
+            for tensor, start, _ in buffer.packed:
+                self._part(buffer.flat, tensor, start).copy_(tensor.detach())
 
     def unpack(self) -> None:
         """Copy the packed tensors back from the buffers."""
         for buffer in self._buffers:
-            for tensor, start, end in buffer.packed:
-                tensor.detach().copy_(buffer.flat[..., start:end].view(tensor.shape))
+            for tensor, start, _ in buffer.packed:
+                tensor.detach().copy_(self._part(buffer.flat, tensor, start))
 
     def pieces(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Cut buffers that are shaped like these into the parts of each tensor, in their order.
@@ -127,10 +126,15 @@ class FlatParameters:
         packed = [member for member in members if id(member[0]) not in ids]
         flat = group[0].new_empty((*self._batch, width), requires_grad=False)
         for tensor, start, _ in viewed:
-            view = flat.as_strided(tensor.shape, _strides(tensor, width, self._batch), start)
+            view = self._part(flat, tensor, start)
             view.copy_(tensor.detach())
             tensor.data = view
         return _Buffer(flat, viewed, packed, owned=True)
+
+    def _part(self, flat: Tensor, tensor: Tensor, start: int) -> Tensor:
+        """Return the tensor's part of a flat vector, in its shape and in its order in memory."""
+        strides = _strides(tensor, flat.shape[-1], self._batch)
+        return flat.as_strided(tensor.shape, strides, start + flat.storage_offset())
 
     def _place(self, group: list[Tensor]) -> tuple[list[Member], int]:
         members, width = [], 0
@@ -213,8 +217,24 @@ def _row(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _strides(tensor: Tensor, width: int, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the tensor once its rows are ``width`` elements apart."""
-    return (width,) * len(batch) + tensor.stride()[len(batch) :]
+    """Return the strides of the tensor once its rows are ``width`` elements apart.
+
+    Whether a tensor is viewed or packed, its elements come in the order of its memory; without
+    gaps, and row after row where there are some.
+    """
+    row = _row(tensor, batch)
+    own = row.stride() if _is_dense(row) else torch.empty(row.shape, device="meta").stride()
+    return (width,) * len(batch) + tuple(own)
+
+
+def layout(tensor: Tensor, batch: tuple[int, ...] = ()) -> str:
+    """Write down what must be the same on all ranks for flat vectors to be of the same order."""
+    text = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
+    row = _row(tensor, batch)
+    axes = [axis for axis, size in enumerate(row.shape) if size != 1]
+    order = sorted(axes, key=lambda axis: -row.stride(axis))
+    in_order = order == axes or row.numel() == 0 or not _is_dense(row)
+    return text if in_order else f"{text}, axes in memory {tuple(order)}"
 
 
 def _as_real(flat: Tensor) -> Tensor:

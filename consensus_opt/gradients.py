@@ -3,12 +3,17 @@
 The critical consensus distance is proportional to it (Kong et al., ICML 2021). Each gradient's
 norm is taken by a hook right after ``backward`` has accumulated it: while it is still in the
 cache, before clipping, and with the whole sum where gradients are accumulated over several
-batches. Weight decay, which the optimizer adds later, is not in it.
+batches. Weight decay, which the optimizer adds later, is not in it. One case escapes: GradScaler's
+``unscale_`` hides by how much it divided, so that gradients are measured after it, and after
+clipping if there was any.
+
+Parameters hold the meter weakly: when it goes, so do its hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,44 +31,43 @@ class GradientMeter:
 
     def __init__(self, batch: tuple[int, ...]) -> None:
         self._batch = batch
-        self._squared: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
         self._hooks: dict[int, Any] = {}
         self._sum = torch.zeros(batch, dtype=torch.float64)
         self._steps = 0
+        weakref.finalize(self, _remove, self._hooks)
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
+    def watch(self, parameters: Sequence[Tensor]) -> None:
         """Hook these parameters and no others."""
         wanted = {id(p): p for p in parameters}
-        for key in self._hooks.keys() - wanted.keys():
-            self._hooks.pop(key).remove()
+        _remove(self._hooks, self._hooks.keys() - wanted.keys())
         for key in wanted.keys() - self._hooks.keys():
-            self._hooks[key] = wanted[key].register_post_accumulate_grad_hook(self._measure)
+            register = wanted[key].register_post_accumulate_grad_hook
+            self._hooks[key] = register(_weakly(self._measure))  # type: ignore[no-untyped-call]
 
     def add(
-        self, parameters: Iterable[Tensor], scale: Tensor | None, remeasure: bool = False
+        self, parameters: Sequence[Tensor], scale: Tensor | None, remeasure: bool = False
     ) -> None:
         """Take one step's gradients into account; those that overflowed do not count.
 
         Args:
-            parameters: The parameters; a gradient that was assigned, not accumulated by a backward
-                pass, is measured now.
+            parameters: The parameters, watched from now on; a gradient that no hook saw, because
+                it was assigned or its parameter is new, is measured as it is.
             scale: GradScaler's factor that was in the gradients at backward; None if none was.
             remeasure: Ignore what the hooks measured, and measure the gradients as they are.
         """
         if remeasure:
-            self._squared.clear()
-        total = torch.zeros(self._batch, dtype=torch.float64)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                if id(parameter) not in self._squared:
-                    self._measure(parameter)
-                total += self._squared[id(parameter)].to(total)
-        self._squared.clear()
-        if scale is not None:
-            total /= scale.to(total) ** 2
-        if bool(torch.isfinite(total).all()):
-            self._sum += total
+            self._norms.clear()
+        present = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in present:
+            if id(parameter) not in self._norms:
+                self._measure(parameter)
+        squared = self._total([self._norms[id(parameter)] for parameter in present], scale)
+        self._norms.clear()
+        if bool(torch.isfinite(squared).all()):
+            self._sum += squared
             self._steps += 1
+        self.watch(parameters)
 
     def take(self) -> Tensor:
         """Return mean ``||g||^2`` and number of steps, shape ``batch + (2,)``, and start anew."""
@@ -72,6 +76,13 @@ class GradientMeter:
         self._sum, self._steps = torch.zeros_like(self._sum), 0
         return taken
 
+    def _total(self, norms: Sequence[Tensor], scale: Tensor | None) -> Tensor:
+        """Return the sum of squares, on the CPU, where one copy brings all norms."""
+        if not norms:
+            return torch.zeros_like(self._sum)
+        together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).cpu()
+        return (together if scale is None else together / scale.to(together)).square().sum(0)
+
     def _measure(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
@@ -79,4 +90,20 @@ class GradientMeter:
             gradient = gradient.coalesce().values()
         rows = gradient.detach().reshape(*self._batch, -1)
         norm = torch.linalg.vector_norm(rows, dim=-1, dtype=arithmetic_dtype(rows.dtype))
-        self._squared[id(parameter)] = norm.square()
+        self._norms[id(parameter)] = norm
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(parameter)
+
+    return call
+
+
+def _remove(hooks: dict[int, Any], keys: set[int] | None = None) -> None:
+    """Remove these hooks, by default all."""
+    for key in set(hooks) if keys is None else keys:
+        hooks.pop(key).remove()

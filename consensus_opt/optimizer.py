@@ -108,7 +108,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state itself."""
-        return self._inner.state
+        return getattr(self._inner, "state", {})
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -254,11 +254,11 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         too; integer ones stay. Memory: one more model while it lasts.
         """
         with self._connected().averaged(self._all_parameters(), self._buffers()):
-            self._averaging = True
+            outer, self._averaging = self._averaging, True
             try:
                 yield
             finally:
-                self._averaging = False
+                self._averaging = outer
 
     def synchronize(self) -> None:
         """Make all workers equal to the mean, parameters and floating-point buffers; collective."""

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from consensus_opt import forces
 from consensus_opt.agreement import (
+    KINDS,
     OPERATIONS,
     Header,
     describe,
@@ -26,7 +27,7 @@ from consensus_opt.agreement import (
 )
 from consensus_opt.control import Memory, Outcome, Verbs
 from consensus_opt.distance import Distance, Sketch, root_mean
-from consensus_opt.flat import FlatParameters
+from consensus_opt.flat import FlatParameters, layout
 from consensus_opt.gradients import GradientMeter
 from consensus_opt.methods import Method
 from consensus_opt.telemetry import RoundRecord, Sink
@@ -223,8 +224,6 @@ class Rounds:
             if self._flat is not None:
                 self._flat.release()
             self._flat, self._centres = self._lay_out(parameters), []
-            if self._gradients is not None:
-                self._gradients.watch(parameters)
         self._state.release()
         self._state = self._lay_out(state)
         self._description = self._describe(parameters, state)
@@ -233,15 +232,20 @@ class Rounds:
     def _lay_out(self, tensors: Sequence[Tensor]) -> FlatParameters:
         return FlatParameters(tensors, self.transport.batch, self._views)
 
-    def _describe(self, parameters: Sequence[Tensor], state: Sequence[Tensor] = ()) -> str:
+    def _describe(
+        self,
+        parameters: Sequence[Tensor],
+        state: Sequence[Tensor] = (),
+        start: Sequence[Tensor] = (),
+    ) -> str:
         entries: list[tuple[str, object]] = [
             ("workers", self.transport.size),
             ("method", self.method),
             ("total_steps", self.total_steps),
         ]
-        for kind, tensors in (("parameter", parameters), ("state", state)):
+        for kind, tensors in zip(KINDS, (parameters, state, start), strict=True):
             entries += [
-                (f"{kind} {i}", f"shape {tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)
+                (f"{kind} {i}", layout(t, self.transport.batch)) for i, t in enumerate(tensors)
             ]
         return describe(entries)
 
@@ -269,9 +273,11 @@ class Rounds:
         """Compare the ranks and give all of them rank 0's ``everything``."""
         if self.transport.size == 1:
             return
-        self._description = self._describe(parameters)
+        self._description = self._describe(parameters, start=everything)
         lr = self._meet("the start of training", lr)  # before the clock is read: it may move it
         self._next = self._after(self.clock, lr)
+        if self._gradients is not None:
+            self._gradients.watch(parameters)
         flat = FlatParameters(everything, self.transport.batch, views=False)
         with torch.no_grad():
             flat.pack()

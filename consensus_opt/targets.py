@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from consensus_opt.distance import Distance
 from consensus_opt.telemetry import RoundRecord
@@ -113,7 +113,8 @@ class OfReference:
     def load(cls, fraction: float, path: str | Path) -> OfReference:
         """Read the file that a :class:`Recorder` wrote; give all ranks the same file."""
         phases = json.loads(Path(path).read_text(encoding="utf-8"))["phases"]
-        return cls(fraction, tuple((p["start"], p["end"], p["largest"]) for p in phases))
+        known = [phase for phase in phases if phase["largest"] is not None]
+        return cls(fraction, tuple((p["start"], p["end"], p["largest"]) for p in known))
 
     def at(
         self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
@@ -132,7 +133,7 @@ def as_target(target: float | Target) -> Target:
     Raises:
         TypeError: If it is neither.
     """
-    if isinstance(target, Target):
+    if isinstance(target, Target) and not isinstance(target, type):
         return target
     if isinstance(target, bool) or not isinstance(target, (int, float)):
         raise TypeError(
@@ -145,11 +146,12 @@ def as_target(target: float | Target) -> Target:
 class Recorder:
     """A telemetry sink that writes the largest distance of each phase, for ``OfReference``.
 
-    Use it on one rank of an uncontrolled run that measures:
-    ``consensus_control("ring", target=math.inf)``.
+    Use it on one rank of an uncontrolled run that measures, all the time:
+    ``consensus_control("ring", target=math.inf, during=(0.0, 1.0))``. A phase in which nothing was
+    measured has no limit.
 
     Args:
-        path: The JSON file, rewritten at each new maximum.
+        path: The JSON file, rewritten at each measurement.
         total_steps: Number of steps of training.
         bounds: Rising fractions of training at which phases end.
     """
@@ -162,17 +164,19 @@ class Recorder:
     ) -> None:
         self._path, self._total = Path(path), total_steps
         starts = (0.0, *bounds[:-1])
-        self._phases = [
-            {"start": start, "end": end, "largest": 0.0}
+        self._phases: list[dict[str, Any]] = [
+            {"start": start, "end": end, "largest": None}
             for start, end in zip(starts, bounds, strict=True)
         ]
 
     def __call__(self, record: RoundRecord) -> None:
         """Take one round into account."""
+        if record.distance is None:
+            return
         progress = record.step / self._total
         for phase in self._phases:
             if phase["start"] < progress <= phase["end"]:
-                phase["largest"] = max(phase["largest"], record.distance or 0.0)
+                phase["largest"] = max(phase["largest"] or 0.0, record.distance)
         self._path.write_text(json.dumps({"phases": self._phases}), encoding="utf-8")
 
 

@@ -78,7 +78,9 @@ class HorovodTransport(PointToPoint):
         self.rank, self.size = self.process_set.rank(), self.process_set.size()
         self._nothing = torch.empty(0, dtype=torch.uint8)
         self._prefix, self._names = "consensus_opt", set[str]()
-        self._roll_call = self._open_roll_call() if self.size > 1 else None
+        self._roll_call: RollCall | None = None
+        if self.size > 1:
+            self._roll_call = self._open_roll_call()
 
     def start_mean(self, flat: Tensor) -> Pending:
         """Start an all-reduce of the buffer itself; half precision is summed in fp32, in chunks."""

@@ -7,6 +7,8 @@ A check returns what happened beside what should have; test_horovod.py compares,
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -237,6 +239,26 @@ def _two_nodes_by_hand() -> Tensor:
 
 
 @check
+def refusals() -> dict[str, str]:
+    others = [process_set(1, 3), process_set(0, 2)][hvd.rank() % 2]
+    wrong: dict[str, dict[str, Any]] = {
+        "foreign": {"process_set": others},
+        "unknown": {"process_set": hvd.ProcessSet([0, 1, 2])},
+        "timeout": {"timeout": 0},
+        "chunk": {"chunk_bytes": 1 << 30},
+    }
+    return {name: error_of(hvd.HorovodTransport, ValueError, **w) for name, w in wrong.items()}
+
+
+def error_of(call: Callable[..., Any], kind: type[Exception], *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except kind as error:
+        return str(error)
+    return "none"
+
+
+@check
 def late_peer() -> dict[str, Any]:
     """Rank 1 does not come while the others wait; it is in the barrier after that."""
     transport = hvd.HorovodTransport(timeout=2.0)
@@ -262,15 +284,7 @@ def arguments_for_gradients() -> dict[str, str]:
         "gradient_predivide_factor": 2.0,
         "backward_passes_per_step": 0,
     }
-    return {name: error_of(ValueError, usual()[1], {name: value}) for name, value in wrong.items()}
-
-
-def error_of(kind: type[Exception], optimizer: Any, options: dict[str, Any]) -> str:
-    try:
-        wrap(optimizer, **options)
-    except kind as error:
-        return str(error)
-    return "none"
+    return {name: error_of(wrap, ValueError, usual()[1], **{name: w}) for name, w in wrong.items()}
 
 
 @check
@@ -492,7 +506,7 @@ def r024() -> dict[str, Any]:
 @check
 def r026() -> dict[str, Any]:
     model = mlp(seed=hvd.rank())
-    options = {"lr": 0.1 * (hvd.rank() + 1), "momentum": 0.1 * hvd.rank()}
+    options = {"lr": 0.1 * (hvd.rank() + 1), "momentum": 0.1 * (hvd.rank() + 1)}
     optimizer = wrap(sgd(model, **options), local_sgd(100), broadcast=False)
     hvd.broadcast_parameters(model.state_dict(), root_rank=1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
@@ -581,7 +595,7 @@ def r031() -> dict[str, Any]:
         model, inner = usual()
         return model, DuckNoam(inner)
 
-    return {**both_ways(build), "text": error_of(TypeError, Noam(usual()[1]), {})}
+    return {**both_ways(build), "text": error_of(wrap, TypeError, Noam(usual()[1]))}
 
 
 class Mine(hvd.DistributedOptimizer):
@@ -630,7 +644,11 @@ def r034() -> dict[str, Any]:
         inside = flat(model)
     alone, plain = usual()
     train(alone, plain, range(4))
+    twins = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for twin in twins:
+        twin.step()
     return {
+        "twins": [(type(twin).__name__, twin.clock) for twin in twins],
         "size": (optimizer.transport.rank, optimizer.transport.size),
         "same": [torch.equal(flat(alone), found) for found in (flat(model), inside)],
         "distance": optimizer.consensus_distance(),

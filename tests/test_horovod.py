@@ -7,6 +7,7 @@ ask it for theirs. R numbers are those of the case list.
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from functools import cache
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.horovod
 
 GLOO, MPI = "horovodrun-gloo", "horovodrun-mpi"
 ENGINE = ("exchange", "mean", "broadcast_and_gather", "trajectories", "half_precision_models")
-SETS = ("process_set_of_two", "gradients_inside_nodes_and_models_across")
+SETS = ("process_set_of_two", "gradients_inside_nodes_and_models_across", "refusals")
 HABITS = (
     "arguments_for_gradients",
     "accepted_arguments",
@@ -32,7 +33,8 @@ HABITS = (
     "synchronize_models",
     "state_only_on_some_ranks",
 )
-ROWS = "r014 r015 r016 r018 r019 r020 r022 r023 r024 r026 r027 r028 r030 r031 r032".split()
+NUMBERS = (14, 15, 16, 18, 19, 20, 22, 23, 24, 26, 27, 28, 30, 31, 32)
+ROWS = tuple(f"r{number:03}" for number in NUMBERS)
 JOBS = {
     (GLOO, 4): (*ENGINE, *SETS, *HABITS, *ROWS, "late_peer"),
     (GLOO, 2): (*ENGINE, "r020", "r026"),
@@ -122,6 +124,14 @@ def test_gradients_meet_inside_nodes_and_models_across(kind: str, n: int) -> Non
             torch.testing.assert_close(did, result["should"], rtol=1e-5, atol=1e-6)
 
 
+def test_a_wrong_set_or_number_is_refused() -> None:
+    for rank, result in enumerate(found("refusals")):
+        assert f"rank {rank} is not in the process set given" in result["foreign"]
+        assert "hvd.init(process_sets=[process_set])" in result["unknown"]
+        assert result["timeout"].startswith("timeout must be a positive number")
+        assert "chunk_bytes must be from 1 to 536870911 bytes for 4 ranks" in result["chunk"]
+
+
 @pytest.mark.parametrize(("kind", "n"), FOUR)
 def test_a_late_peer_is_named_and_elastic_would_recover(kind: str, n: int) -> None:
     for rank, result in enumerate(found("late_peer", kind, n)):
@@ -171,6 +181,14 @@ def test_the_module_is_horovods_own_but_for_the_optimizer() -> None:
         "assert ours.DistributedOptimizer is not theirs.DistributedOptimizer"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_before_horovod_is_initialised_the_transport_says_what_to_call() -> None:
+    code = "from consensus_opt.integrations.horovod import HorovodTransport; HorovodTransport()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "call hvd.init() first" in done.stderr
 
 
 def test_without_horovod_the_import_says_how_to_install_it() -> None:
@@ -293,13 +311,14 @@ def test_r034_one_process_has_the_same_interface_without_a_launcher(tmp_path: Pa
     )
     run = launchers.execute([sys.executable, "-c", code, str(tmp_path / "found")], 60)
     assert run.status == 0, run.output
-    _is_the_inner_optimizer_alone(torch.load(tmp_path / "found", weights_only=False))
+    _is_the_inner_optimizer_alone(pickle.loads((tmp_path / "found").read_bytes()))
 
 
 def _is_the_inner_optimizer_alone(result: dict[str, Any]) -> None:
     assert result["size"] == (0, 1)
     assert result["same"] == [True, True]
     assert result["distance"] == result["bytes"] == 0
+    assert result["twins"] == [("DistributedOptimizer", 5)] * 2
 
 
 # ---------------------------------------------------------------------------- elastic
