@@ -40,19 +40,21 @@ class Header:
     Attributes:
         fingerprint: Hash of the description, below 2^53 so that fp64 carries it.
         clock: Calls of ``step()`` so far.
+        exchanges: Exchanges so far.
         operation: Index into ``OPERATIONS``.
         lr: Learning rate of the first parameter group.
     """
 
     fingerprint: int
     clock: int
+    exchanges: int
     operation: int
     lr: float
 
     def row(self, batch: tuple[int, ...]) -> Tensor:
-        """Return the header as numbers, shape ``batch + (4,)``."""
-        numbers = (self.fingerprint, self.clock, self.operation, self.lr)
-        return torch.tensor(numbers, dtype=torch.float64).repeat(*batch, 1).view(*batch, 4)
+        """Return the header as numbers, shape ``batch + (5,)``."""
+        numbers = (self.fingerprint, self.clock, self.exchanges, self.operation, self.lr)
+        return torch.tensor(numbers, dtype=torch.float64).repeat(*batch, 1).view(*batch, 5)
 
 
 def describe(entries: Sequence[tuple[str, object]]) -> str:
@@ -66,11 +68,14 @@ def fingerprint(description: str) -> int:
     return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 12
 
 
-def meet_all(transport: Transport, header: Header, description: str) -> Header:
+def meet_all(transport: Transport, header: Header, description: str) -> tuple[Header, bool]:
     """Compare headers among all ranks and return the one that all go on with.
 
-    The latest clock counts, so that a rank that restarted from an older state joins the others, and
-    so does rank 0's learning rate.
+    The clock and phase of the rank that is furthest count, so that a rank that restarted from an
+    older state joins the others, and so does rank 0's learning rate.
+
+    Returns:
+        That header, and whether all ranks were equally far.
 
     Raises:
         RankMismatchError: On every rank, if descriptions or operations differ. Names the ranks that
@@ -79,14 +84,17 @@ def meet_all(transport: Transport, header: Header, description: str) -> Header:
     rows = transport.gather(header.row(transport.batch))
     if len(set(rows[:, 0].tolist())) > 1:
         raise _description_mismatch(_gather_texts(transport, description))
-    operations = [int(value) for value in rows[:, 2].tolist()]
+    operations = [int(value) for value in rows[:, 3].tolist()]
     if len(set(operations)) > 1:
         calls = ", ".join(f"rank {m}: {OPERATIONS[o]}" for m, o in enumerate(operations))
         raise RankMismatchError(
             f"ranks are in different calls ({calls}); averaged(), synchronize() and "
             "consensus_distance() are collective: call them on all ranks, outside 'if rank == 0'"
         )
-    return replace(header, clock=int(rows[:, 1].max()), lr=float(rows[0, 3]))
+    clock, exchanges = (int(value) for value in max(rows[:, 1:3].tolist()))
+    together = len({tuple(row) for row in rows[:, 1:3].tolist()}) == 1
+    agreed = replace(header, clock=clock, exchanges=exchanges, lr=float(rows[0, 4]))
+    return agreed, together
 
 
 def meet_neighbours(transport: Transport, header: Header, mixing: MixingMatrix) -> None:
@@ -129,8 +137,8 @@ def _description_mismatch(texts: list[str]) -> RankMismatchError:
         difference = f"'{other}' instead of '{line}'"
     return RankMismatchError(
         f"ranks {odd} differ from the other {len(texts) - len(odd)}: "
-        f"rank {odd[0]} has {difference}. All ranks need the same model, parameter groups and "
-        "method; build them from the same arguments on every rank"
+        f"rank {odd[0]} has {difference}. All ranks need the same model, parameter groups, "
+        "method and broadcast; build them from the same arguments on every rank"
     )
 
 

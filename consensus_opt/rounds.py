@@ -259,13 +259,17 @@ class Rounds:
         return lr
 
     def _meet(self, operation: str, lr: float = 0.0) -> float:
-        agreed = meet_all(self.transport, self._header(operation, lr), self._description)
-        self.clock, self._met = agreed.clock, True
+        """Meet all ranks and go on from where the furthest of them is."""
+        header = self._header(operation, lr)
+        agreed, together = meet_all(self.transport, header, self._description)
+        self.clock, self.exchanges, self._met = agreed.clock, agreed.exchanges, True
+        if not together:
+            self._memory = {}
         return agreed.lr
 
     def _header(self, operation: str, lr: float) -> Header:
         index = OPERATIONS.index(operation)
-        return Header(fingerprint(self._description), self.clock, index, lr)
+        return Header(fingerprint(self._description), self.clock, self.exchanges, index, lr)
 
     # ------------------------------------------------------------------ named collective calls
 

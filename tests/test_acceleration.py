@@ -165,8 +165,8 @@ def test_it_is_exact_at_the_number_of_distinct_eigenvalues_and_after(
 
 
 @pytest.mark.parametrize(("name", "n"), FITTING)
-def test_in_fp32_it_rounds_hardly_more_than_plain_gossip(name: str, n: int) -> None:
-    # Workers that agree to 1%: what rounding costs must be small beside what they differ by.
+def test_in_fp32_rounding_stays_a_thousandth_of_what_workers_differ_by(name: str, n: int) -> None:
+    # Workers that agree to 1%: errors are relative to the parameters.
     rows = 100 + np.random.default_rng(0).standard_normal((n, 50))
     mixing = topology(name).mixing(n)
     for exchanges in (2, 4, 8, 12, 16):
@@ -174,8 +174,8 @@ def test_in_fp32_it_rounds_hardly_more_than_plain_gossip(name: str, n: int) -> N
         error = np.abs(in_fp32(matrices, rows) - product(matrices) @ rows).max() / 100
         plain = (mixing,) * exchanges
         plain_error = np.abs(in_fp32(plain, rows) - product(plain) @ rows).max() / 100
-        assert error < 4 * plain_error + 1e-7
-        assert error < 2e-6
+        assert error < 10 * plain_error
+        assert error < 5e-6
 
 
 def in_fp32(matrices: tuple[MixingMatrix, ...], rows: Vector) -> Vector:
@@ -241,14 +241,12 @@ def test_the_smallest_worlds_are_accelerated_too(n: int) -> None:
     "name", ["one_peer_exponential", "base2", "random_matching", "exponential"]
 )
 def test_a_directed_or_changing_topology_is_refused_at_construction(name: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="accelerated=False") as caught:
         stacked(random_rows(8, 5), gossip_sgd(name, exchanges=2, accelerated=True))
-    given, allowed, instead = str(caught.value), "fixed", "accelerated=False"
-    # What was given, what is allowed, what to write instead.
-    assert name in given or "not symmetric" in given
-    assert allowed in given
-    assert instead in given
-    assert "'ring'" in given
+    message = str(caught.value)
+    assert name in message or "not symmetric" in message, "what was given"
+    assert "fixed" in message, "what is allowed"
+    assert "'ring'" in message, "what to write instead"
 
 
 def test_control_accelerates_undirected_graphs_and_leaves_the_others_plain() -> None:
@@ -275,6 +273,6 @@ def mix_rank(rank: int, exchanges: int) -> Tensor:
 @pytest.mark.parametrize("exchanges", [1, 3])
 def test_four_processes_and_four_stacked_workers_mix_to_the_same_bits(exchanges: int) -> None:
     rows = random_rows(4, 1000)
-    _, optimizer = (pair := stacked(rows, gossip_sgd("ring", 1, exchanges, accelerated=True)))
+    parameter, optimizer = stacked(rows, gossip_sgd("ring", 1, exchanges, accelerated=True))
     optimizer.step()
-    assert same(torch.stack(run_ranks(4, mix_rank, exchanges)), pair[0].detach())
+    assert same(torch.stack(run_ranks(4, mix_rank, exchanges)), parameter.detach())

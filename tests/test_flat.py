@@ -105,6 +105,18 @@ def test_each_element_is_in_the_buffers_exactly_once(
     assert [(t.shape, t.stride()) for t in tensors] == layouts
 
 
+@settings(max_examples=100, deadline=None)
+@given(MODELS)
+def test_the_order_in_a_buffer_is_the_same_whether_tensors_are_viewed_or_packed(
+    kinds: list[Kind],
+) -> None:
+    viewed, packed = ([t[0] for t in tensors_of(kinds, 1)] for _ in range(2))
+    layouts = FlatParameters(viewed), FlatParameters(packed, views=False)
+    for flat in layouts:
+        flat.pack()
+    assert same(layouts[0].buffers, layouts[1].buffers)
+
+
 def mixing_rule(rule: str, n: int) -> tuple[Method, np.ndarray[Any, Any]]:
     if rule == "all":
         return local_sgd(1), np.full((n, n), 1 / n)

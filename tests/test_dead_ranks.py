@@ -1,0 +1,77 @@
+"""A rank that dies, stops, fails or sleeps: the others raise an error that names it, in time (C9)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from consensus_opt import ConsensusOptimizer, Method, PeerError, gossip_sgd, local_sgd
+from tests.harness import RankFailed, run_ranks, run_ranks_loosely
+
+TIMEOUT, SPARE = 3.0, 8.0
+METHODS: dict[str, Method] = {
+    "local_sgd": local_sgd(1),
+    "ring": gossip_sgd("ring"),
+    "one_peer": gossip_sgd("one_peer_exponential"),
+}
+
+
+def fail(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "raise":
+        raise ValueError("a bad batch")
+    time.sleep(TIMEOUT + SPARE)
+
+
+def train_until_rank_1_fails(rank: int, name: str, how: str) -> tuple[tuple[int, ...], str, float]:
+    torch.manual_seed(0)
+    model = nn.Linear(300, 400)
+    inner = SGD(model.parameters(), lr=0.1)
+    optimizer = ConsensusOptimizer(inner, METHODS[name], timeout=TIMEOUT)
+    for _ in range(3):
+        optimizer.step()
+    if rank == 1:
+        fail(how)
+    start = time.monotonic()
+    with pytest.raises(PeerError) as raised:
+        # Gossip's neighbours notice first; a rank further away may take one more step.
+        for _ in range(4):
+            optimizer.step()
+    return raised.value.ranks, str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "raise", "sleep"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_rank_that_does_not_answer_is_named_by_all_others(name: str, how: str) -> None:
+    outcomes = run_ranks_loosely(4, train_until_rank_1_fails, name, how, timeout=25)
+    for rank in (0, 2, 3):
+        assert not isinstance(outcomes[rank], RankFailed), outcomes[rank]
+        ranks, text, seconds = outcomes[rank]
+        assert ranks == (1,)
+        assert f"rank 1 does not answer rank {rank} within 3 s: dead, stopped" in text
+        assert "Look at the log of that rank" in text
+        assert seconds < 2 * TIMEOUT + SPARE
+
+
+def be_late(rank: int, name: str) -> int:
+    model = nn.Linear(3, 4)
+    optimizer = ConsensusOptimizer(SGD(model.parameters(), lr=0.1), METHODS[name], timeout=60)
+    for step in range(3):
+        if step == rank:
+            time.sleep(0.5)
+        optimizer.step()
+    return optimizer.rounds
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_that_are_late_within_the_timeout_are_waited_for(name: str) -> None:
+    assert run_ranks(3, be_late, name) == [3, 3, 3]
