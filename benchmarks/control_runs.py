@@ -62,6 +62,14 @@ SETTINGS = {
 }
 
 
+def setting_of(
+    data: str, workers: int, epochs: int | None = None, lr: float | None = None
+) -> Setting:
+    """Return a task, with other epochs or another learning rate where they are given."""
+    task = SETTINGS[data, workers]
+    return replace(task, epochs=epochs or task.epochs, lr=lr or task.lr)
+
+
 def _fractions() -> dict[str, Rule]:
     """Kong et al.'s table: a fraction of Xi_max, in the first phase or always."""
     rules: dict[str, Rule] = {}
@@ -75,6 +83,16 @@ def _fraction(fraction: float, during: tuple[float, float], phases: Phases) -> M
     return control(OfReference(fraction, phases), during)
 
 
+def _norm(rho: float, _: Phases) -> Method:
+    """Below rho phi in the first half."""
+    return control(GradientNorm(rho))
+
+
+def _band(rho: float, _: Phases) -> Method:
+    """Below rho phi in the first half; above it later, by rounds without exchanges."""
+    return control(GradientNorm(rho), at_least=GradientNorm(rho))
+
+
 RULES: dict[str, Rule] = {
     "sync": lambda _: local_sgd(1),
     "ring": lambda _: control(math.inf, ALWAYS, accelerated=False),
@@ -84,13 +102,12 @@ RULES: dict[str, Rule] = {
         for q in (1, 2, 3, 4)
     },
     **{
-        f"{q} accelerated, first half": lambda _, q=q: control(0.0, most=q) for q in (2, 3, 4, 5)
+        f"{q} accelerated, first half": lambda _, q=q: control(0.0, most=q) for q in (2, 3, 4, 5, 8)
     },
     **_fractions(),
-    **{f"{rho:g} phi": lambda _, rho=rho: control(GradientNorm(rho)) for rho in (0.125, 0.25)},
-    **{f"{rho:g} phi": lambda _, rho=rho: control(GradientNorm(rho)) for rho in (0.5, 1.0)},
-    "0.25 phi, at most 4": lambda _: control(GradientNorm(0.25), most=4),
+    **{f"{rho:g} phi": partial(_norm, rho) for rho in (0.125, 0.2, 0.25, 0.5, 1.0)},
     "0.25 phi, plain": lambda _: control(GradientNorm(0.25), accelerated=False),
+    **{f"{rho:g} phi, then above": partial(_band, rho) for rho in (0.2, 0.25)},
 }
 """Rules by name; a rule takes Xi_max of each phase of the uncontrolled ring."""
 
@@ -139,9 +156,14 @@ def train(setting: Setting, name: str, seed: int, phases: Phases = ()) -> dict[s
     loss, correct = score(simulation.mean(), split.test_x, split.test_y)
     images = len(split.test_x)
     return {
-        **{"name": name, "seed": seed, **asdict(setting), "steps": total},
+        "name": name,
+        "seed": seed,
+        **asdict(setting),
+        "steps": total,
         "parameters": simulation.flat.shape[1],
-        **{"accuracy": correct / images, "loss": loss / images, "xi_max": recorded},
+        "accuracy": correct / images,
+        "loss": _short(loss / images),
+        "xi_max": recorded,
         **_exchanges(records, total),
         **_held(records, oracle),
         "curve": _curve(records, exact),

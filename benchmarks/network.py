@@ -64,8 +64,8 @@ def obstacle() -> str | None:
             return None
     except subprocess.CalledProcessError as error:
         return (
-            f"the system refuses: {' '.join(error.cmd)}: {str(error.stderr).strip()}; in a container, "
-            "start it with --cap-add NET_ADMIN --cap-add SYS_ADMIN, on a kernel with sch_tbf"
+            f"the system refuses {' '.join(error.cmd)} ({str(error.stderr).strip()}); start a "
+            "container with --cap-add NET_ADMIN --cap-add SYS_ADMIN, on a kernel with sch_tbf"
         )
 
 
@@ -77,9 +77,7 @@ def cluster(n: int, bandwidth: float) -> Iterator[list[str]]:
     every process that still runs inside.
     """
     remove_stale()
-    switch, *workers = names = [
-        f"{_PREFIX}-{os.getpid()}-{each}" for each in ("switch", *range(n))
-    ]
+    switch, *workers = names = [f"{_PREFIX}-{os.getpid()}-{each}" for each in ("switch", *range(n))]
     with ExitStack() as stack:
         stack.callback(_undisturbed, lambda: [_remove(name) for name in names])
         for name in names:
@@ -238,7 +236,9 @@ def _slowest(transport: TorchTransport, run: Callable[[int], None], turn: int) -
     return float(transport.gather(elapsed).max())
 
 
-def compare(n: int, bandwidth: float, values: int, measured: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(
+    n: int, bandwidth: float, values: int, measured: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Put the planner's predictions beside what was measured on n workers."""
     network, size = Network(bandwidth, measured["latency"]), 4 * values
     predicted = {w: network.exchange_seconds(g.mixing(n), size) for w, g in _WORDS.items()}

@@ -1,7 +1,7 @@
 """Numbers in a configuration, checked where they are given.
 
-Any numeric type is taken and a plain ``int`` or ``float`` kept: ranks compare configurations by their ``repr``
-(contract C3), and NumPy writes its own numbers differently.
+Any numeric type is taken and a plain ``int`` or ``float`` kept: ranks compare configurations by
+their ``repr`` (contract C3), and NumPy writes its own numbers differently.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,16 +22,16 @@ from consensus_opt.topology_profile import Profile, profile
 
 T = TypeVar("T")
 
-_MOST_WORKERS = 1024
+_MOST_WORKERS = 512
 _EPILOG = """\
 A plan compares an all-reduce of the parameters with gossip over several topologies, for several
-periods. It predicts seconds a step (alpha-beta model, full duplex links, no overlap with computing),
-what a worker sends a step, and how far apart the workers are where they take gradients, as a
-fraction of Xi_max, the distance of a ring with one exchange after each step. Where one exchange
-misses the target, the fewest that meet it are shown too.
+periods. It predicts the time of a step (alpha-beta model, full duplex links, no overlap with
+computing), what a worker sends in it, and how far apart the workers are where they take gradients,
+as a fraction of Xi_max, the distance of a ring with one exchange after each step. Where one
+exchange misses the target, the fewest that meet it are shown too.
 
-Recommended is the fastest that meets the target; of those within 1% of it, the one with the smallest
-distance. The models: consensus_opt/planner.py.
+Recommended is the fastest that meets the target; of those within 1% of it, the one with the
+smallest distance. The models, and what they leave out: consensus_opt/planner.py.
 """
 
 
@@ -121,14 +122,12 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _optional(module: str) -> None:
-    try:
-        __import__(module)
-    except ModuleNotFoundError as error:
+    if find_spec(module) is None:
         uses = {"rich": "tables, which --json does without", "matplotlib": "--png"}[module]
         raise ModuleNotFoundError(
             f"{module} is not installed, and is needed for {uses}; "
             "write pip install 'consensus-opt[report]'"
-        ) from error
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,7 +169,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     known = list(planner.TOPOLOGIES)
     add("--topologies", nargs="+", default=known, metavar="NAME", help=f"default: {names}")
     whole, standard = _said(_whole), list(planner.PERIODS)
-    add("--periods", nargs="+", type=whole, default=standard, metavar="TAU", help=f"{periods}")
+    add(
+        "--periods",
+        nargs="+",
+        type=whole,
+        default=standard,
+        metavar="TAU",
+        help=f"default: {periods}",
+    )
     add("--target", type=float, default=0.25, help="distance allowed, in Xi_max (0.25)")
     add("--most", type=whole, default=16, help="most exchanges in a round (16)")
     _add_json(parser)
@@ -208,8 +214,8 @@ def _workers(least: int) -> Callable[[str], int]:
         number = _whole(text)
         if not least <= number <= _MOST_WORKERS:
             raise ValueError(
-                f"{text!r} workers cannot be looked at; it must be from {least} to {_MOST_WORKERS}, "
-                f"because matrices of that size are formed; write {max(least, 32)}"
+                f"the number of workers is {number}; it must be from {least} to {_MOST_WORKERS}, "
+                "because matrices of that size are formed; write 32"
             )
         return number
 

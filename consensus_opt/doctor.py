@@ -189,13 +189,14 @@ def load(code: str, timeout: float) -> tuple[bool, str]:
 
 
 def _notes(path: str) -> list[str]:
-    found = []
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-    for lock in sorted(folder.glob("**/lock")):
-        found.append(
-            f"{lock} exists; unless an extension is being compiled now, whatever needs it waits "
-            f"for ever: rm {lock}"
-        )
+    found = [
+        f"{lock} exists; unless an extension is being compiled now, whatever needs it waits for "
+        f"ever: rm {lock}"
+        for lock in sorted(folder.glob("**/lock"))
+    ]
+    if not shutil.which("mpirun", path=path):
+        found.append("mpirun, which starts MPI programs, is missing: apt-get install openmpi-bin")
     if _version("deepspeed") != "missing" and not shutil.which("ninja", path=path):
         found.append("DeepSpeed compiles with ninja, which is not on the path: pip install ninja")
     return found

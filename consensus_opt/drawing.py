@@ -91,9 +91,8 @@ def _on_a_sheet(rows: int, columns: int, bend: float) -> dict[int, tuple[float, 
 
 
 def _draw_curves(axes: Any, graph: Topology, n: int) -> None:
-    curves = {"one after the other": plain_left(graph, n), "accelerated": accelerated_left(graph, n)}
-    plain = curves["one after the other"]
-    assert plain is not None
+    plain = plain_left(graph, n)
+    curves = {"one after the other": plain, "accelerated": accelerated_left(graph, n)}
     least, most = _EXCHANGES
     last = next((t for t in range(least, most) if plain(t).random < FRACTIONS[-1]), most)
     for (label, left), colour in zip(curves.items(), _COLOURS, strict=False):
@@ -113,5 +112,5 @@ def _draw_curves(axes: Any, graph: Topology, n: int) -> None:
     axes.set_title("What is left of the consensus distance", loc="left", fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
-    axes.legend(**below, ncols=2, frameon=False, fontsize=9, title="exchanges, and which differences")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 2}
+    axes.legend(**below, frameon=False, fontsize=9, title="exchanges, and which differences")

@@ -96,7 +96,11 @@ class FlatParameters:
         """Copy the packed tensors back from the buffers."""
         for buffer in self._buffers:
             for tensor, start, _ in buffer.packed:
-                tensor.detach().copy_(self._part(buffer.flat, tensor, start))
+                part = self._part(buffer.flat, tensor, start)
+                for axis, stride in enumerate(tensor.stride()):
+                    if stride == 0:  # an expanded tensor: one element stands for all
+                        tensor, part = tensor.narrow(axis, 0, 1), part.narrow(axis, 0, 1)
+                tensor.detach().copy_(part)
 
     def pieces(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Cut buffers that are shaped like these into the parts of each tensor, in their order.

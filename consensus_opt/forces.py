@@ -13,6 +13,7 @@ is no push (both decided here).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,8 @@ def squared_distance(flats: Sequence[Tensor], centres: Sequence[Tensor]) -> tupl
     """
     squared, floor = [], []
     for flat, centre in zip(flats, centres, strict=True):
-        rows = flat.reshape(-1, flat.shape[-1]), centre.reshape(-1, centre.shape[-1])
+        shape = (math.prod(flat.shape[:-1]), flat.shape[-1])
+        rows = flat.reshape(shape), centre.reshape(shape)
         sums = torch.stack([_row_sums(x, c) for x, c in zip(*rows, strict=True)])
         sums = sums.reshape(*flat.shape[:-1], 2)
         squared.append(sums[..., 0])
@@ -116,8 +118,8 @@ def _chunks(x: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _total(parts: list[Tensor]) -> Tensor:
-    """Add values that may lie on different devices."""
-    total = parts[0]
+    """Add values that may lie on different devices; 0 where nothing is trained."""
+    total = parts[0] if parts else torch.zeros((), dtype=torch.float64)
     for part in parts[1:]:
         total = total + part.to(total.device)
     return total

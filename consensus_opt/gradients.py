@@ -23,7 +23,7 @@ from consensus_opt.transport import arithmetic_dtype
 
 
 class GradientMeter:
-    """Averages ``||g||^2`` of each worker over the steps since it was last taken.
+    """Adds up ``||g||^2`` of each worker over the steps since it was last taken.
 
     Args:
         batch: Leading shape of every tensor, ``()`` or ``(n,)``.
@@ -70,11 +70,20 @@ class GradientMeter:
         self.watch(parameters)
 
     def take(self) -> Tensor:
-        """Return mean ``||g||^2`` and number of steps, shape ``batch + (2,)``, and start anew."""
+        """Return the sum of ``||g||^2`` and the number of steps, ``batch + (2,)``; start anew."""
         steps = torch.full(self._batch, float(self._steps), dtype=torch.float64)
-        taken = torch.stack([self._sum / max(1, self._steps), steps], dim=-1)
+        taken = torch.stack([self._sum, steps], dim=-1)
         self._sum, self._steps = torch.zeros_like(self._sum), 0
         return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured since the last :meth:`take`."""
+        return {"sum": self._sum.clone(), "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, unless it is of another number of stacked workers."""
+        if state and state["sum"].shape == self._sum.shape:
+            self._sum, self._steps = state["sum"].clone(), state["steps"]
 
     def _total(self, norms: Sequence[Tensor], scale: Tensor | None) -> Tensor:
         """Return the sum of squares, on the CPU, where one copy brings all norms."""

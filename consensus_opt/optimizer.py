@@ -360,7 +360,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         return [] if self._model is None else list(self._model.buffers())
 
     def _lr(self) -> float:
-        return float(self.param_groups[0].get("lr", 0.0))
+        return float(self.param_groups[0].get("lr") or 0.0)  # some optimizers find it: lr=None
 
 
 def _check_arguments(optimizer: Any, method: Any, model: Any, transport: Any) -> None:

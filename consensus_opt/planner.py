@@ -25,8 +25,8 @@ distance that counts is the root mean square over the tau places where a gradien
     distance^2 / s^2 = Xi^2 / s^2 + (tau - 1)/2 * (1 - 1/n),
 
 which for tau = 1 is Xi itself, and 0 for an all-reduce in each step. Xi_max is the distance of the
-uncontrolled ring: one exchange after each step, among as many workers. Ratios to it do not depend on
-s. Curvature, heterogeneous data and changes of the learning rate are left out.
+uncontrolled ring: one exchange after each step, among as many workers. Ratios to it do not depend
+on s. Curvature, heterogeneous data and changes of the learning rate are left out.
 
 Sources: Hockney, "The communication challenge for MPP", 1994 (alpha-beta); Patarasuk & Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); Kong et al.,
@@ -354,7 +354,7 @@ def mode_factors(graph: Topology, n: int, exchanges: int, accelerated: bool) -> 
 
 @lru_cache(maxsize=64)
 def _modes(graph: Topology, n: int) -> Matrix:
-    return np.linalg.eigvalsh(graph.mixing(n).weights)[:-1]
+    return np.linalg.eigvalsh(graph.mixing(n).weights)[:-1].astype(np.float64)
 
 
 def _rounds(graph: Topology, n: int, exchanges: int) -> list[Matrix]:

@@ -86,6 +86,7 @@ class Rounds:
         self._description = ""
         self._memory: Memory = {}
         self._gradients: GradientMeter | None = None
+        self._carried: dict[str, Any] = {}
 
     def connect(self, transport: Transport) -> None:
         """Use this transport from now on.
@@ -97,7 +98,9 @@ class Rounds:
         self.method.control.validate(self.total_steps)
         self.transport, self._met = transport, False
         if self.method.control.uses_gradients and transport.size > 1:
+            measured = self._measured_gradients()
             self._gradients = GradientMeter(transport.batch)
+            self._gradients.load_state_dict(measured)
 
     def restart(self) -> None:
         """Forget what only the workers so far share: the phase and the control's memory."""
@@ -314,7 +317,7 @@ class Rounds:
     def distances(self, parameters: Sequence[Tensor]) -> dict[int, float]:
         """Return the exact consensus distance of each parameter, by its ``id``."""
         (part, _) = self._collect("consensus_distance()", parameters, ())
-        if self.transport.size == 1:
+        if self.transport.size == 1 or not part.tensors:
             return {id(tensor): 0.0 for tensor in part.tensors}
         means = [buffer.clone() for buffer in part.buffers]
         for mean in means:
@@ -368,7 +371,11 @@ class Rounds:
             "next_round": self._next,
             "timing": repr(self.method.timing),
             "control": dict(self._memory),
+            "gradients": self._measured_gradients(),
         }
+
+    def _measured_gradients(self) -> dict[str, Any]:
+        return self._carried if self._gradients is None else self._gradients.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; another timing starts anew from the saved clock.
@@ -386,6 +393,9 @@ class Rounds:
         same = state["timing"] == repr(self.method.timing)
         self._next = state["next_round"] if same else None
         self._memory = dict(state["control"])
+        self._carried = state.get("gradients", {})
+        if self._gradients is not None:
+            self._gradients.load_state_dict(self._carried)
         self._met = False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,7 +19,8 @@ from consensus_opt.units import scaled
 def print_profile(facts: Profile, png: Path | None) -> None:
     """Show the facts of a topology."""
     console = Console(highlight=False)
-    table = Table(title=f"{facts.name}, {facts.workers} workers", show_header=False)
+    title = f"{facts.name}, {facts.workers} worker{'s' * (facts.workers > 1)}"
+    table = Table(title=title, show_header=False)
     table.add_column(style="dim")
     table.add_column()
     for label, value in _facts(facts):
@@ -34,8 +36,8 @@ def print_profile(facts: Profile, png: Path | None) -> None:
         reach.add_row(f"1/{round(1 / row.fraction)}", *cells)
     console.print(reach)
     console.print(
-        "random: differences such as gradient noise makes; at worst: any. accelerated: exchanges\n"
-        "made together, with weights of their own (accelerated=True); only a fixed undirected graph.",
+        "random: differences such as gradient noise makes; at worst: any. accelerated: exchanges "
+        "made together, with weights of their own (accelerated=True), in a fixed undirected graph.",
         style="dim",
     )
     if png:
@@ -62,25 +64,28 @@ def print_plan(job: Job, plan: Plan) -> None:
     """Show the candidates, and the recommended one."""
     console = Console(highlight=False)
     network = job.network
+    size = f"{scaled(job.params, '').strip()} parameters ({job.dtype})"
     console.print(
-        f"{scaled(job.params, '')}parameters ({job.dtype}) on {job.workers} workers; links of "
-        f"{scaled(8 * network.bandwidth, 'bit/s')} each way, latency "
+        f"{size} on {job.workers} workers; links of {scaled(8 * network.bandwidth, 'bit/s')} each way, latency "
         f"{scaled(network.latency, 's')}; a step takes {scaled(job.step_seconds, 's')}"
     )
-    table = Table()
-    table.add_column("average")
-    for column in ("every", "exchanges", "ms a step", "commun.", "MB a step", "distance"):
-        table.add_column(column, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("average", no_wrap=True)
+    for column in ("period", "exch.", "a step", "share", "sent", "distance"):
+        table.add_column(column, justify="right", no_wrap=True)
     for before, each in zip((None, *plan.candidates), plan.candidates, strict=False):
         if before is not None and before.period != each.period:
             table.add_section()
         table.add_row(*_cells(each), style="bold green" if each is plan.recommended else None)
     console.print(table)
     console.print(
-        "MB a step: sent by a worker. distance: in Xi_max, the distance of a ring with one exchange\n"
-        f"every step; * within the target of {plan.target:g}. a: accelerated exchanges.",
+        "share: of communication. sent: by a worker in a step, as a mean. distance: in Xi_max, the "
+        "distance of a ring with one exchange every step; * within the target of "
+        f"{plan.target:g}. a: accelerated exchanges.",
         style="dim",
     )
+    if plan.xi_max < 1e-9:
+        console.print("A ring of 2 or 3 workers is exact: Xi_max is 0; there is no ratio to it.")
     console.print(_advice(plan))
 
 
@@ -90,9 +95,9 @@ def _cells(each: Candidate) -> Sequence[str]:
         each.average,
         str(each.period),
         f"{each.exchanges}{' a' * each.accelerated}",
-        f"{1e3 * each.seconds:.4g}",
+        scaled(each.seconds, "s", 4),
         f"{each.share:.1%}",
-        f"{each.bytes / 1e6:.4g}",
+        scaled(each.bytes, "B", 4),
         f"{relative}{'*' if each.meets else ' '}",
     )
 
@@ -106,8 +111,8 @@ def _advice(plan: Plan) -> str:
             f"{nearest.recipe}. Allow a shorter period (--periods 1) or a larger --target."
         )
     return (
-        f"Recommended: [bold]{escape(best.recipe)}[/bold], {1e3 * best.seconds:.4g} ms a step, the "
-        "fastest within the target (of those within 1% of it, the one with the smallest distance)."
+        f"Recommended: [bold]{escape(best.recipe)}[/bold], {scaled(best.seconds, 's', 4)} a step: "
+        "the fastest within the target; of those within 1% of it, the one of smallest distance."
     )
 
 

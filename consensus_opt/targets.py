@@ -24,7 +24,7 @@ class Target(Protocol):
 
     @property
     def uses_gradients(self) -> bool:
-        """Whether ``measured.extra`` must hold the mean squared gradient norm."""
+        """Whether ``measured.extra`` must hold the sum of ``||g||^2`` and the number of steps."""
 
     def at(
         self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
@@ -82,8 +82,8 @@ class GradientNorm:
         self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
     ) -> float:
         """Update the average with what came along with the first measurement of the round."""
-        squared, steps = measured.extra
-        keep = self.decay**steps
+        summed, steps = measured.extra  # workers that overflowed have fewer steps
+        keep, squared = self.decay**steps, summed / steps if steps > 0 else 0.0
         memory["phi_sum"] = keep * memory.get("phi_sum", 0.0) + (1 - keep) * squared
         memory["phi_weight"] = keep * memory.get("phi_weight", 0.0) + (1 - keep)
         weight = memory["phi_weight"]

@@ -22,7 +22,7 @@ from consensus_opt.topology import Topology
 FRACTIONS = (1 / 2, 1 / 8, 1 / 100)
 _SAMPLED = 64
 _MOST = 1 << 24
-_MOST_ACCELERATED = 512
+_MOST_ACCELERATED = 64
 
 
 @dataclass(frozen=True)

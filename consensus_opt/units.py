@@ -12,10 +12,8 @@ import re
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {f"{prefix}i": 1024.0**k for k, prefix in enumerate("KMGT", start=1)}
 _COUNTS = {**_DECIMAL, "m": 1e6, "g": 1e9, "b": 1e9, "B": 1e9, "t": 1e12}
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}  # noqa: RUF001
-_BANDWIDTH = re.compile(
-    r"([kKMGT]i?)?(?:(bit|Bit|BIT|b|bps)|(B|Byte|byte|Bytes|bytes|Bps))(?:/s)?"
-)
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_BANDWIDTH = re.compile(r"([kKMGT]i?)?(?:(bit|Bit|BIT|b|bps)|(B|Byte|byte|Bytes|bytes|Bps))(?:/s)?")
 
 
 def count(text: str) -> int:
@@ -28,8 +26,8 @@ def count(text: str) -> int:
     value = number * _COUNTS.get(unit, math.nan)
     if not (1 <= value < math.inf and abs(value - round(value)) < 1e-6 * value):
         raise ValueError(
-            f"{text!r} is no count; it must be a whole number of at least 1, with k, M, B (or G) or "
-            "T for thousands, millions, ...; write 25.6M"
+            f"{text!r} is no count; it must be a whole number of at least 1, with k, M, B (or G) "
+            "or T for thousands, millions, ...; write 25.6M"
         )
     return round(value)
 

@@ -58,7 +58,8 @@ def initialize(
     ``"timeout"``, ``"broadcast"`` and ``"telemetry"`` (the path of a file of JSON lines, which rank
     0 writes, or a callable). ``"train_batch_size"`` is the batch of all workers, and
     ``training_data`` is shared out among them. Checkpoints hold the state of consensus; each worker
-    has its own, in ``save_dir/replica_RANK``. A collective call.
+    has its own, in ``save_dir/replica_RANK``. Without ``"gradient_clipping"`` DeepSpeed clips each
+    worker's gradients at norm 1. A collective call.
 
     Returns:
         The engine, its optimizer, data loader and scheduler, as ``deepspeed.initialize`` returns
@@ -159,8 +160,9 @@ class EngineOptimizer(ConsensusOptimizer):
         return bool(self._masters.engine.was_step_applied())
 
     def _communicate(self, *scale: Any) -> None:
-        if not self._masters.stepped:  # gradients accumulate
-            return
+        masters = self._masters
+        if not (masters.steps_next if self.method.mix_first else masters.stepped):
+            return  # gradients accumulate
         rounds = self.rounds
         super()._communicate(*scale)
         if self.rounds > rounds:
@@ -182,7 +184,7 @@ class EngineOptimizer(ConsensusOptimizer):
         self._masters.refresh()
 
     def _lr(self) -> float:
-        return self._masters.lr
+        return super()._lr() if self.method.mix_first else self._masters.lr
 
     def _everything(self) -> list[Tensor]:
         masters = super()._everything()

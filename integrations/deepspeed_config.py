@@ -103,9 +103,9 @@ def consensus(config: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
     )
     if method.control.uses_gradients:
         raise ValueError(
-            f"the method {name!r} without a 'target' follows the size of the gradients, which "
-            "DeepSpeed has discarded when a round begins; write a number of your own, for example "
-            '"target": 0.5, in units of the parameters\' norm'
+            f"the target of the method {name!r} follows the size of the gradients, as it does by "
+            "default, and DeepSpeed has discarded them when a round begins; write a number, for "
+            'example "target": 0.5, in units of the parameters\' norm'
         )
     return method, {key: block[key] for key in OPTIONS if key in block}
 

@@ -106,15 +106,19 @@ class Masters:
         """The state of the engine's optimizer."""
         return self.engine.optimizer.state
 
+    @property
+    def steps_next(self) -> bool:
+        """Whether the next ``step()`` will end an accumulation of gradients."""
+        managed = self.engine.managed_gradient_accumulation()
+        return not managed or bool(self.engine.is_gradient_accumulation_boundary())
+
     def step(self, lr_kwargs: Any = None) -> None:
         """Take the engine's step, which may skip the update or only accumulate."""
-        steps, self.lr = self.engine.global_steps, self._current_lr()
+        self.stepped, self.lr = self.steps_next, self._current_lr()
         self._step(lr_kwargs)
-        self.stepped = self.engine.global_steps > steps
 
     def zero_grad(self) -> None:
-        """Clear the gradients."""
-        self.engine.optimizer.zero_grad()
+        """Do nothing: the engine clears gradients itself, where their accumulation ends."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the engine saves its optimizer itself."""
@@ -161,7 +165,8 @@ def scale_loss(engine: Any) -> None:
     def scaled(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         parts = engine.gradient_accumulation_steps() if scale_wrt_gas else 1
         scale = engine.optimizer.loss_scale / parts
-        handle = loss.register_hook(lambda gradient: torch.full_like(gradient, scale))
+        register: Any = loss.register_hook
+        handle = register(lambda gradient: torch.full_like(gradient, scale))
         try:
             return backward(loss, retain_graph, scale_wrt_gas)
         finally:

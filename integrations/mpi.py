@@ -61,6 +61,7 @@ class MPITransport(PointToPoint):
 
     largest_count = 2**31 - 1
     """What MPI counts to in one message."""
+    _owns = False
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class MPITransport(PointToPoint):
         self.timeout, self.chunk_bytes = timeout, chunk_bytes
         self.gpu_aware = is_gpu_aware() if gpu_aware is None else gpu_aware
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        self._pid, self._owns = os.getpid(), False
+        self._pid = os.getpid()
         self._may_call()
         duplicate, request = self._comm.Idup()
         self.complete([request])
@@ -181,8 +182,8 @@ class MPITransport(PointToPoint):
 
     def __del__(self) -> None:
         with suppress(Exception):  # the interpreter may be half gone
-            safe = MPI.Is_thread_main() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
-            if self._owns and os.getpid() == self._pid and safe and not _ABANDONED:
+            ours = self._owns and os.getpid() == self._pid and not MPI.Is_finalized()
+            if ours and not _ABANDONED and (MPI.Is_thread_main() or _calls_from_anywhere()):
                 self._comm.Free()
 
     def __repr__(self) -> str:
@@ -274,6 +275,10 @@ def _room(tensor: Tensor, fill: bool = False) -> Tensor:
 def _land(wire: Tensor, target: Tensor) -> None:
     if wire is not target:
         target.copy_(wire, non_blocking=True)
+
+
+def _calls_from_anywhere() -> bool:
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def _is_done(request: MPI.Request) -> bool:

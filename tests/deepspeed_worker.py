@@ -31,6 +31,7 @@ from tests.problems import batch, mlp
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RING = {"method": "gossip_sgd", "topology": "ring"}
 MEAN = {"method": "local_sgd", "period": 1}
+MIX_FIRST = {"method": "dsgd_ac", "topology": "ring", "lr_reference": 0.2}
 STEPS = 6
 RESUMED = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")]
 
@@ -51,7 +52,8 @@ def config(
     stage: int = 0, dtype: str = "fp32", consensus: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": 10_000, **more.pop("zero", {})}
-    made = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": zero, **more}
+    made = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": zero}
+    made |= {"gradient_clipping": 0.0, **more}  # DeepSpeed clips at norm 1 by default
     if dtype != "fp32":
         made[dtype] = {"enabled": True, **({"loss_scale": 128.0} if dtype == "fp16" else {})}
     return {**made, "consensus": {"timeout": 30, **(consensus or RING)}}
@@ -138,8 +140,11 @@ def accumulates_bf16_in_fp32(folder: Path) -> dict[str, Any]:
 def methods(folder: Path) -> dict[str, Any]:
     blocks = json.loads((folder / "methods.json").read_text())
     return {
-        name: masters(train(make(consensus={**block, "total_steps": STEPS}), range(STEPS)))
+        f"{name} {stage}-{dtype}": masters(
+            train(make(stage, dtype, consensus={**block, "total_steps": STEPS}), range(STEPS))
+        )
         for name, block in blocks.items()
+        for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16"))
     }
 
 
@@ -296,13 +301,25 @@ def r150(folder: Path) -> dict[str, Any]:
         before = masters(engine)
         train(engine, [step])
         seen.append([consensus_of(engine).clock, masters(engine) != before])
+    first = make(consensus=MIX_FIRST, gradient_accumulation_steps=4)
+    mixed = []
+    for step in range(8):
+        before = masters(first)
+        train(first, [step])
+        mixed.append([consensus_of(first).clock, masters(first) != before])
     own = make(consensus=MEAN, gradient_accumulation_steps=4, managed_gradient_accumulation=False)
     for step in range(8):
         own.backward(loss_of(own, step))
         if step % 4 == 3:
             own.step()
     clocks = [consensus_of(own).clock, consensus_of(own).rounds]
-    return {"seen": seen, "weights": masters(engine), "own": masters(own), "own clock": clocks}
+    return {
+        "seen": seen,
+        "mixed": mixed,
+        "weights": masters(engine),
+        "own": masters(own),
+        "own clock": clocks,
+    }
 
 
 @check

@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -36,9 +36,16 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
 
 
 def run_ranks_loosely(
-    n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    lost: Collection[int] = (),
 ) -> list[Any]:
-    """Like ``run_ranks``, but a rank that failed has a ``RankFailed`` as its outcome."""
+    """Like ``run_ranks``, but a rank that failed has a ``RankFailed`` as its outcome.
+
+    Nobody waits for ranks that are ``lost``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_context.Pipe(duplex=False) for _ in range(n)]
         processes = [
@@ -52,18 +59,20 @@ def run_ranks_loosely(
         for _, writer in pipes:
             writer.close()
         try:
-            return _collect([reader for reader, _ in pipes], processes, timeout)
+            return _collect([reader for reader, _ in pipes], processes, timeout, lost)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(readers: list[Any], processes: list[Any], timeout: float) -> list[Any]:
+def _collect(
+    readers: list[Any], processes: list[Any], timeout: float, lost: Collection[int]
+) -> list[Any]:
     outcomes: list[Any] = [RankFailed(f"no answer within {timeout} s") for _ in readers]
     waiting = dict(zip(readers, range(len(readers)), strict=True))
     deadline = time.monotonic() + timeout
-    while waiting and time.monotonic() < deadline:
+    while set(waiting.values()) - set(lost) and time.monotonic() < deadline:
         for reader in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             m = waiting.pop(reader)
             try:

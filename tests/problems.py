@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from consensus_opt import ConsensusOptimizer, Method, StackedTransport
+
+Case = tuple[Callable[[], object], type[Exception], str]
+"""A wrong call, what it raises, and the parts of its text: given | allowed | to write instead."""
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -121,3 +125,12 @@ def average_by_hand(models: Sequence[nn.Module]) -> None:
             mean = sum(parameters[1:], parameters[0].clone()) / len(parameters)
             for parameter in parameters:
                 parameter.copy_(mean)
+
+
+def assert_says(case: Case) -> None:
+    """Assert that the call fails, with all three parts in its text."""
+    call, kind, parts = case
+    with pytest.raises(kind) as raised:
+        call()
+    text = str(raised.value)
+    assert [part for part in parts.split(" | ") if part not in text] == []

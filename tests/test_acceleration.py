@@ -14,6 +14,7 @@ from torch import Tensor
 from consensus_opt import MixingMatrix, consensus_control, gossip_sgd
 from consensus_opt.acceleration import accelerate
 from consensus_opt.averaging import Gossip
+from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.topology import topology
 from tests.harness import run_ranks
 from tests.problems import random_rows, same, stacked
@@ -261,8 +262,6 @@ def test_control_accelerates_undirected_graphs_and_leaves_the_others_plain() -> 
 
 
 def mix_rank(rank: int, exchanges: int) -> Tensor:
-    from consensus_opt.integrations.torch_distributed import TorchTransport
-
     row = random_rows(4, 1000)[rank]
     transport = TorchTransport(timeout=30, chunk_bytes=1024)
     average = Gossip(topology("ring"), accelerated=True)

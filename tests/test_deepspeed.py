@@ -1,4 +1,4 @@
-"""DeepSpeed's engines as workers: tests/deepspeed_worker.py under the launcher, on 4, 2 and 1 ranks.
+"""DeepSpeed's engines as workers: tests/deepspeed_worker.py under its launcher, 4, 2 and 1 ranks.
 
 The oracle is the same training without DeepSpeed: stacked workers, torch's optimizers, formulas.
 Tests named r143 and so on are rows of the case table.
@@ -24,7 +24,9 @@ from consensus_opt import (
     ConsensusOptimizer,
     Method,
     StackedTransport,
+    consensus_control,
     dppf,
+    dsgd_ac,
     gossip_sgd,
     local_sgd,
     post_local,
@@ -54,6 +56,21 @@ METHODS: dict[str, tuple[dict[str, Any], Method, bool]] = {
         False,
     ),
     "post_local": ({"method": "post_local", "until": 3, "period": 2}, post_local(3, 2), False),
+    "control": (
+        {"method": "consensus_control", "topology": "ring", "target": 0.01, "during": [0.0, 0.8]},
+        consensus_control("ring", target=0.01, during=(0.0, 0.8)),
+        False,
+    ),
+    "momentum_too": (
+        {"method": "gossip_sgd", "topology": "ring", "state": "average"},
+        gossip_sgd("ring", state="average"),
+        True,
+    ),
+    "mix_first": (
+        {"method": "dsgd_ac", "topology": "ring", "lr_reference": 0.2, "power": 1.0},
+        dsgd_ac("ring", lr_reference=0.2, power=1.0),
+        True,
+    ),
 }
 AT_FOUR = [
     *("trajectories", "accumulates_bf16_in_fp32", "methods", "quadratic_sync", "r143", "r144"),
@@ -109,6 +126,7 @@ def stacked(
     dtype: str = "fp32",
     steps: int = STEPS,
     *,
+    total: int | None = STEPS,
     clip: float | None = None,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
 ) -> list[Tensor]:
@@ -120,7 +138,7 @@ def stacked(
         torch.optim.SGD([masters], lr=0.1, momentum=0.9, nesterov=True),
         method,
         transport=StackedTransport(n),
-        total_steps=STEPS,
+        total_steps=total,
     )
     scheduler = schedule(optimizer) if schedule is not None else None
     path = []
@@ -214,12 +232,13 @@ def test_averaged_is_the_mean_model_for_the_engine_and_restores_every_bit(
 
 @engine
 @pytest.mark.parametrize("name", METHODS)
-def test_the_block_names_any_recipe(four: Reports, name: str) -> None:
+@pytest.mark.parametrize("kind", ["0-fp32", "2-bf16", "3-bf16"])
+def test_the_block_names_any_recipe(four: Reports, name: str, kind: str) -> None:
     _, method, same_bits = METHODS[name]
-    expected = stacked(4, method)[-1]
+    expected, found = stacked(4, method, kind[2:])[-1], rows(four, "methods", f"{name} {kind}")
     if same_bits:
-        assert torch.equal(rows(four, "methods", name), expected)
-    close(rows(four, "methods", name), expected)
+        assert torch.equal(found, expected)
+    close(found, expected)
 
 
 @engine
@@ -233,7 +252,7 @@ def test_periods_follow_the_schedulers_learning_rate_and_rounds_are_recorded(
         optimizer._rounds._sinks = (lambda record: steps.append(record.step),)
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
 
-    expected = stacked(4, method, steps=12, schedule=schedule)[-1]
+    expected = stacked(4, method, steps=12, total=None, schedule=schedule)[-1]
     assert four[0]["quadratic_sync"]["steps"] == steps
     close(rows(four, "quadratic_sync", "weights"), expected)
 
@@ -404,6 +423,7 @@ def test_r150_only_the_end_of_an_accumulation_counts(four: Reports) -> None:
     assert torch.equal(own, own[:1].expand_as(own))
     for report in four:
         assert report["r150"]["seen"] == boundaries
+        assert report["r150"]["mixed"] == boundaries
         assert report["r150"]["own clock"] == [2, 2]
         assert report["r150"]["own"] == report["r150"]["weights"]
 
@@ -502,7 +522,7 @@ def test_the_block_takes_the_arguments_of_each_recipe() -> None:
         (None, "deepspeed.initialize()"),
         ({}, "local_sgd"),
         ({"method": "adam"}, "gossip_sgd"),
-        ({"method": "local_sgd"}, "lacks 'period'; it takes method, period, total_steps"),
+        ({"method": "local_sgd"}, "lacks 'period'; it takes method, period"),
         ({"method": "local_sgd", "period": 4, "alpha": 1}, "unknown key 'alpha'; it takes method"),
         ({"method": "consensus_control", "topology": "ring"}, '"target": 0.5'),
         ({"method": "local_sgd", "period": 0}, "period"),

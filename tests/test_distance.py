@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from consensus_opt import Sketch, StackedTransport, Transport, consensus_control, local_sgd
+from consensus_opt import MixingMatrix, Sketch, StackedTransport, consensus_control, local_sgd
 from consensus_opt.distance import Distance, bound
+from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.topology import topology
 from tests.harness import run_ranks
 from tests.problems import random_rows, same, stacked
@@ -190,8 +191,8 @@ def test_several_buffers_are_one_vector() -> None:
     assert abs(measured.value / truth - 1) < 4 * measured.error
     # Equal buffers must not have equal signs: then their sketches would add up, not their squares.
     rows = constant(4, 200)
-    twice = [measure_of(Sketch(128, seed), [rows, rows]) ** 2 for seed in range(SEEDS)]
-    assert np.mean(twice) == pytest.approx(2 * exact(rows) ** 2, rel=0.1)
+    twice = [measure_of(Sketch(128, seed), [rows, rows]) ** 2 for seed in range(20)]
+    assert np.mean(twice) == pytest.approx(2 * exact(rows) ** 2, rel=0.15)
 
 
 def measure_of(sketch: Sketch, buffers: list[Tensor]) -> float:
@@ -225,9 +226,7 @@ def test_a_round_counts_the_bytes_of_its_measurements() -> None:
 
 
 def measure_rank(rank: int) -> list[Distance]:
-    from consensus_opt.integrations.torch_distributed import TorchTransport
-
-    transport: Transport = TorchTransport(timeout=30)
+    transport = TorchTransport(timeout=30)
     found = []
     for structure in STRUCTURES.values():
         row = structure(4, 70_000)[rank]
@@ -276,8 +275,6 @@ def test_the_ends_of_the_bound_are_those_of_its_formula() -> None:
 
 
 def test_a_bound_of_workers_that_never_agree_has_no_upper_end() -> None:
-    from consensus_opt.mixing import MixingMatrix
-
     low, high = bound(1.0, MixingMatrix(np.eye(3)).spectrum())
     assert (low, high) == (0.5, math.inf)
 

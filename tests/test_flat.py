@@ -15,7 +15,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from consensus_opt import ConsensusOptimizer, Method, StackedTransport, gossip_sgd, local_sgd
+from consensus_opt import (
+    ConsensusOptimizer,
+    Method,
+    StackedTransport,
+    dppf,
+    gossip_sgd,
+    local_sgd,
+)
 from consensus_opt.flat import FlatParameters
 from consensus_opt.topology import topology
 from tests.problems import same
@@ -73,8 +80,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "inside": inside,
 }
 SHAPES = st.sampled_from([(), (1,), (0,), (3,), (2, 3), (1, 5), (3, 0, 2), (2, 3, 2, 2), (7, 1, 3)])
-KINDS = st.builds(Kind, SHAPES, st.sampled_from(list(LAYOUTS)), st.sampled_from(DTYPES))
-MODELS = st.lists(KINDS, min_size=1, max_size=7)
+
+
+def models(dtypes: list[torch.dtype]) -> st.SearchStrategy[list[Kind]]:
+    kinds = st.builds(Kind, SHAPES, st.sampled_from(list(LAYOUTS)), st.sampled_from(dtypes))
+    return st.lists(kinds, min_size=1, max_size=7)
+
+
+MODELS = models(DTYPES)
 
 
 def tensors_of(kinds: list[Kind], n: int) -> list[Tensor]:
@@ -98,6 +111,8 @@ def test_each_element_is_in_the_buffers_exactly_once(
         buffer.add_(1)
     flat.unpack()
     assert same(tensors, expected)
+    if tied:
+        assert tensors[-1].data_ptr() == tensors[0].data_ptr()
     assert [(t.shape, t.stride()) for t in tensors] == layouts
     assert flat.is_current(tensors)
     flat.release()
@@ -154,6 +169,29 @@ def test_each_element_is_mixed_once_with_its_weights_and_its_mean_is_kept(
         assert parameter.grad_fn is None
     assert frozen[:, 0].tolist() == list(range(n))
     assert not frozen.requires_grad
+
+
+@settings(max_examples=50, deadline=None)
+@given(models([torch.float32, torch.float64, torch.complex64]), st.integers(2, 5))
+def test_the_push_is_along_the_whole_vector_of_all_tensors(kinds: list[Kind], n: int) -> None:
+    tensors = tensors_of(kinds, n)
+    wide = [tensor.to(torch.complex128).reshape(n, -1) for tensor in tensors]
+    differences = [values - values.mean(0) for values in wide]
+    radius = torch.cat(differences, 1).abs().square().sum(1, keepdim=True).sqrt()
+    weight = 0.3 - 0.5 / torch.where(radius > 0, radius, torch.inf)
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    optimizer = ConsensusOptimizer(
+        torch.optim.SGD(parameters),
+        dppf(0.3, 0.5, period=1, schedule="constant"),
+        transport=StackedTransport(n),
+        broadcast=False,
+    )
+    optimizer.step()
+    for parameter, values, difference in zip(parameters, wide, differences, strict=True):
+        after = parameter.detach().to(torch.complex128).reshape(n, -1)
+        # A short radius magnifies what rounding does to its direction.
+        error = (after - (values - weight * difference)).abs() * radius.clamp(max=1)
+        assert (error < 1e-5).all()
 
 
 def conv_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -27,7 +27,7 @@ ON_FOUR = (
     "staged",
     "four_megabytes_both_ways",
     "communicators",
-    "many_transports",
+    "handles",
     "bytes_sent",
     "other_model_on_rank_1",
     "unusual_strides",
@@ -109,7 +109,7 @@ def test_bytes_are_counted_by_formula(four: Results) -> None:
 
 
 def test_transports_come_and_go_without_using_up_communicators(four: Results) -> None:
-    assert four["many_transports"] == [1.0] * 4
+    assert all(len(handles) < 5 for handles in four["handles"])  # of 100 transports
 
 
 def test_any_intra_communicator_serves_and_others_are_refused(four: Results) -> None:

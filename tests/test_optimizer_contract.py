@@ -294,7 +294,7 @@ class Plain:
     """An optimizer that only looks like one."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self.param_groups = [{"params": list(params)}]
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params), "lr": None}]
 
     def step(self) -> str:
         with torch.no_grad():

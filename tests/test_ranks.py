@@ -240,3 +240,24 @@ def test_a_round_is_the_numpy_mixing_of_the_ranks(dtype: torch.dtype) -> None:
         mixed = torch.stack([outcome[key] for outcome in outcomes]).double()
         expected = topology(name).mixing(4, 0).weights @ rows.numpy()
         torch.testing.assert_close(mixed, torch.tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+def train_nothing(rank: int) -> list[tuple[int, float]]:
+    """Everything frozen, or without elements; and a buffer whose elements share one place."""
+    frozen, empty = mlp(seed=rank).requires_grad_(False), nn.Linear(3, 0)
+    frozen.register_buffer("shared", torch.full((1,), float(rank)).expand(4))
+    results = []
+    for model in (frozen, empty):
+        for method in (local_sgd(1), gossip_sgd("ring"), dppf(period=1)):
+            optimizer = wrap(model, method)
+            optimizer.step()
+            with optimizer.averaged():
+                pass
+            results.append((optimizer.rounds, optimizer.consensus_distance()))
+    assert same(flat(frozen), flat(mlp(seed=0)))
+    assert frozen.get_buffer("shared").tolist() == [0.0] * 4
+    return results
+
+
+def test_a_model_with_nothing_to_average_goes_through_its_rounds() -> None:
+    assert run_ranks(2, train_nothing) == [[(1, 0.0)] * 6] * 2

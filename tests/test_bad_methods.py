@@ -1,0 +1,190 @@
+"""Methods and topologies refuse wrong numbers and kinds where they are given."""
+
+from __future__ import annotations
+
+import math
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from consensus_opt import (
+    ConsensusOptimizer,
+    Force,
+    Gossip,
+    Method,
+    MixingMatrix,
+    StackedTransport,
+    dppf,
+    gossip_sgd,
+    local_sgd,
+    post_local,
+    quadratic_sync,
+)
+from consensus_opt.schedules import Linear
+from consensus_opt.topology import FromMatrix
+from tests.problems import Case, assert_says
+
+
+def over(method: Method, workers: int) -> ConsensusOptimizer:
+    parameter = nn.Parameter(torch.zeros(workers, 2))
+    return ConsensusOptimizer(
+        torch.optim.SGD([parameter]), method, transport=StackedTransport(workers)
+    )
+
+
+METHODS: dict[str, Case] = {
+    "period negative": (
+        lambda: local_sgd(-4),
+        ValueError,
+        "period is -4 | at least 1 | local_sgd(period=4)",
+    ),
+    "period zero": (
+        lambda: gossip_sgd("ring", 0),
+        ValueError,
+        "period is 0 | at least 1 | local_sgd(",
+    ),
+    "period of a half": (
+        lambda: local_sgd(1.5),
+        TypeError,
+        "period is 1.5 | an integer | local_sgd(",
+    ),
+    "alpha zero": (lambda: dppf(0.0), ValueError, "from 0.0 to 0.0 | (0, 1] | dppf(alpha=0.1)"),
+    "alpha above one": (lambda: dppf(1.5), ValueError, "1.5 | (0, 1] | dppf(alpha=0.1)"),
+    "alpha negative": (lambda: dppf(-0.1), ValueError, "-0.1 | (0, 1] | dppf(alpha=0.1)"),
+    "alpha nan": (lambda: dppf(math.nan), ValueError, "nan | (0, 1] | dppf(alpha=0.1)"),
+    "alpha grows above one": (
+        lambda: dppf(Linear(2.0, 0.5)),
+        ValueError,
+        "from 0.5 to 2.0 | (0, 1] | dppf(",
+    ),
+    "alpha a word": (lambda: dppf("a"), TypeError, "is 'a' | a number or a Schedule | write 0.5"),
+    "lambda negative": (lambda: dppf(lam=-1), ValueError, "-1.0 | at least 0 | dppf(lam=0.5)"),
+    "lambda infinite": (lambda: dppf(lam=math.inf), ValueError, "inf | finite | dppf(lam=0.5)"),
+    "lambda nan": (lambda: dppf(lam=math.nan), ValueError, "nan | finite | dppf(lam=0.5)"),
+    "schedule unknown": (
+        lambda: dppf(schedule="cos"),
+        ValueError,
+        "'cos' | constant, linear | dppf(schedule=",
+    ),
+    "exchanges zero": (
+        lambda: gossip_sgd("ring", exchanges=0),
+        ValueError,
+        "exchanges is 0 | at least 1 | exchanges=2",
+    ),
+    "until zero": (
+        lambda: post_local(0),
+        ValueError,
+        "until is 0 | at least 1 | post_local(until=",
+    ),
+    "coefficient zero": (
+        lambda: quadratic_sync(0.0),
+        ValueError,
+        "coefficient is 0.0 | above 0 | quadratic_sync(coefficient=0.0175)",
+    ),
+    "coefficient nan": (
+        lambda: quadratic_sync(math.nan),
+        ValueError,
+        "coefficient is nan | above 0 | quadratic_sync(",
+    ),
+    "coefficient a word": (
+        lambda: quadratic_sync("a"),
+        TypeError,
+        "coefficient is 'a' | above 0 | quadratic_sync(",
+    ),
+    "method's timing": (
+        lambda: Method(timing=4),
+        TypeError,
+        "timing is 4 | 'next_round' | timing=Every(4)",
+    ),
+    "method's average": (
+        lambda: Method(average="ring"),
+        TypeError,
+        "average is 'ring' | 'form' | AllReduce()",
+    ),
+    "method's force": (
+        lambda: Method(force=0.1),
+        TypeError,
+        "force is 0.1 | 'pull' | force=Force()",
+    ),
+    "method's control": (
+        lambda: Method(control=3),
+        TypeError,
+        "control is 3 | 'run' | control=Fixed(1)",
+    ),
+    "gossip by a name": (
+        lambda: Gossip("ring"),
+        TypeError,
+        "topology is 'ring' | a Topology | gossip_sgd('ring')",
+    ),
+    "force by a number": (
+        lambda: Force(0.1),
+        TypeError,
+        "pull is 0.1 | a Schedule | dppf(alpha=0.1",
+    ),
+}
+TOPOLOGIES: dict[str, Case] = {
+    "unknown name": (
+        lambda: gossip_sgd("rign"),
+        ValueError,
+        "'rign' is not known | complete, ring, star | pass a networkx graph",
+    ),
+    "a list": (
+        lambda: gossip_sgd([(0, 1)]),
+        TypeError,
+        "from list | a name, a networkx graph | FromGraph(edges)",
+    ),
+    "torus that does not fit": (
+        lambda: over(gossip_sgd("torus:3x3"), 8),
+        ValueError,
+        "8 workers | 1x8, 2x4, 4x2, 8x1 | Torus()",
+    ),
+    "grid that does not fit": (
+        lambda: over(gossip_sgd("grid:4x*"), 6),
+        ValueError,
+        "6 workers | 2x3 | Grid()",
+    ),
+    "hypercube of six": (
+        lambda: over(gossip_sgd("hypercube"), 6),
+        ValueError,
+        "6 workers | a power of two | BaseGraph()",
+    ),
+    "graph of another size": (
+        lambda: over(gossip_sgd(nx.path_graph(3)), 4),
+        ValueError,
+        "3 ranks | does not fit 4 workers | start 3 workers",
+    ),
+    "disconnected graph": (
+        lambda: gossip_sgd(nx.Graph([(0, 1), (2, 3)])),
+        ValueError,
+        "2 components: {0, 1}, {2, 3} | must be connected | (0, 2)",
+    ),
+    "directed graph": (
+        lambda: gossip_sgd(nx.DiGraph([(0, 1), (1, 0)])),
+        ValueError,
+        "a directed graph | must be undirected | graph.to_undirected()",
+    ),
+    "graph of words": (
+        lambda: gossip_sgd(nx.Graph([("a", "b")])),
+        ValueError,
+        "nodes {a, b} | ranks 0..n-1 | convert_node_labels_to_integers",
+    ),
+    "row that does not sum to one": (
+        lambda: FromMatrix([[0.5, 0.4], [0.5, 0.6]]),
+        ValueError,
+        "row 1 of the mixing matrix | must sum to 1 | on the diagonal",
+    ),
+    "column that does not sum to one": (
+        lambda: MixingMatrix(np.array([[1.0, 0.0], [0.5, 0.5]])),
+        ValueError,
+        "column 0 | must sum to 1 | on the diagonal",
+    ),
+}
+CASES = {**METHODS, **TOPOLOGIES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_argument_fails_at_once_and_says_what_to_write(case: str) -> None:
+    assert_says(CASES[case])
