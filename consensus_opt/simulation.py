@@ -122,9 +122,10 @@ class Simulation:
 
     def _loss_of(self, loss: Loss) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
         def run(row: Tensor, buffers: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
-            buffers = dict(buffers)
-            outputs = functional_call(self.model, (self._unflatten(row), buffers), (x,))
-            return loss(outputs, y), buffers
+            # One dict, not two: a buffer that the model replaces is written back into it.
+            tensors = {**self._unflatten(row), **buffers}
+            outputs = functional_call(self.model, tensors, (x,))
+            return loss(outputs, y), {name: tensors[name] for name in buffers}
 
         return run
 

@@ -20,14 +20,16 @@ N, BATCH, STEPS = 5, 6, 6
 
 
 class Tied(nn.Module):
-    """An input layer that is also the output layer, and a frozen shift."""
+    """An input layer that is also the output layer, a frozen shift, a buffer that is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 6))
         self.shift = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.detach().square().sum()
         return self.inner(x @ self.weight.t() + self.shift) @ self.weight
 
 
