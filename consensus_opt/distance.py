@@ -119,7 +119,8 @@ class Sketch:
         for vector in vectors:
             wide = arithmetic_dtype(vector.dtype)
             signs = _signs(self.seed, vector.device, wide)
-            folded = vector.new_zeros(_CHUNK, dtype=wide)
+            width = min(_CHUNK, -(-len(vector) // self.values) * self.values)
+            folded = vector.new_zeros(width, dtype=wide)
             for part in torch.split(vector, _CHUNK):
                 # Each chunk takes its signs from another place, so that no two are alike, and turns
                 # them all or none: else pairs of chunks equally far apart would err together, five

@@ -35,8 +35,8 @@ class PointToPoint(Transport):
         window: Number of chunks on their way at the same time.
     """
 
-    chunk_bytes: int = 8 << 20
-    window: int = 3
+    chunk_bytes: int = 32 << 20
+    window: int = 4
 
     def __init__(self) -> None:
         super().__init__()

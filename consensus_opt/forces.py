@@ -14,7 +14,7 @@ is no push (both decided here).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from consensus_opt.schedules import Constant, Schedule
 from consensus_opt.transport import arithmetic_dtype
 
-_CHUNK = {"cpu": 1 << 17}
+_CHUNK = {"cpu": 1 << 18}
 """Elements that fit in the cache together with their difference; elsewhere launches cost more."""
 _CHUNK_ELSEWHERE = 1 << 24
 
@@ -101,20 +101,16 @@ def move(flats: Sequence[Tensor], centres: Sequence[Tensor], weight: Tensor) -> 
 
 
 def _row_sums(x: Tensor, c: Tensor) -> Tensor:
-    """Return ``[||x - c||^2, ||c||^2]`` of two vectors."""
-    sums = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for part, centre in _chunks(x, c):
-        difference = part - centre
-        sums[0] += torch.dot(difference, difference)
-        sums[1] += torch.dot(centre, centre)
-    return sums
-
-
-def _chunks(x: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    wide = arithmetic_dtype(x.dtype)
+    """Return ``[||x - c||^2, ||c||^2]`` of two vectors, fp64."""
     length = _CHUNK.get(x.device.type, _CHUNK_ELSEWHERE)
+    wide = arithmetic_dtype(x.dtype)
+    room = x.new_empty(min(length, len(x)), dtype=wide)
+    dots = [torch.zeros(2, dtype=wide, device=x.device)]
     for part, centre in zip(torch.split(x, length), torch.split(c, length), strict=True):
-        yield part.to(wide), centre.to(wide)
+        near = centre.to(wide)
+        difference = torch.sub(part.to(wide), near, out=room[: len(part)])
+        dots.append(torch.stack([torch.dot(difference, difference), torch.dot(near, near)]))
+    return torch.stack(dots).double().sum(0)
 
 
 def _total(parts: list[Tensor]) -> Tensor:

@@ -66,8 +66,8 @@ def print_plan(job: Job, plan: Plan) -> None:
     network = job.network
     size = f"{scaled(job.params, '').strip()} parameters ({job.dtype})"
     console.print(
-        f"{size} on {job.workers} workers; links of {scaled(8 * network.bandwidth, 'bit/s')} each way, latency "
-        f"{scaled(network.latency, 's')}; a step takes {scaled(job.step_seconds, 's')}"
+        f"{size} on {job.workers} workers; links of {scaled(8 * network.bandwidth, 'bit/s')} each "
+        f"way, latency {scaled(network.latency, 's')}; a step takes {scaled(job.step_seconds, 's')}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("average", no_wrap=True)

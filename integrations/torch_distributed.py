@@ -43,7 +43,7 @@ class TorchTransport(PointToPoint):
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
-        chunk_bytes: int = 8 << 20,
+        chunk_bytes: int = 32 << 20,
     ) -> None:
         super().__init__()
         _check(group, timeout, chunk_bytes)
@@ -164,4 +164,4 @@ def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) ->
             "the group's ranks, or pass the group that this rank belongs to"
         )
     positive(timeout, "timeout", "timeout=300.0, in seconds")
-    whole(chunk_bytes, "chunk_bytes", "chunk_bytes=8 << 20")
+    whole(chunk_bytes, "chunk_bytes", "chunk_bytes=32 << 20")
