@@ -32,7 +32,7 @@ from benchmarks.control_runs import (
     train,
 )
 from benchmarks.data import DATA_SETS
-from benchmarks.options import natural, positive_int
+from benchmarks.options import natural, positive, positive_int
 
 Key = tuple[Setting, str, int]
 Done = dict[Key, dict[str, Any]]
@@ -41,7 +41,7 @@ Done = dict[Key, dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are missing, then show all that was asked for."""
     options = parse(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     done = read(options.json)
     asked = wanted(options)
     for ready in waves(asked):
@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def wanted(options: argparse.Namespace) -> list[Key]:
     """Return what the command line asks for."""
     settings = [
-        setting_of(options.data, workers, options.epochs, options.lr) for workers in options.workers
+        setting_of(data, workers, options.epochs, options.lr)
+        for data in options.data
+        for workers in options.workers
     ]
     return [(s, name, seed) for s in settings for name in options.runs for seed in options.seeds]
 
@@ -129,13 +131,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--json", type=Path, default=Path("runs/control.json"), help="file of the results")
-    add("--data", choices=DATA_SETS, default="fashion_mnist", help="data set")
+    add("--data", nargs="+", choices=DATA_SETS, default=["fashion_mnist"], help="data sets")
     sizes = sorted({workers for _, workers in SETTINGS})
     add("--workers", type=int, nargs="+", choices=sizes, default=sizes, help="simulated workers")
     add("--seeds", type=natural, nargs="+", default=[0, 1, 2], help="one run of each for each")
     add("--runs", nargs="+", choices=list(RULES), default=list(RULES), metavar="NAME", help="rules")
     add("--epochs", type=positive_int, help="passes over the data, if not those of the task")
-    add("--lr", type=float, help="highest learning rate, if not that of the task")
+    add("--lr", type=positive, help="highest learning rate, if not that of the task")
     add("--jobs", type=positive_int, default=1, help="runs at a time, each on one core")
     return parser.parse_args(arguments)
 

@@ -72,9 +72,13 @@ def run(kind: str, n: int, steps: int, timeout: float = 240.0) -> dict[str, Tens
 
 
 def reference(n: int, steps: int) -> dict[str, Tensor]:
-    """The same of stacked workers."""
-    split = data.load("digits")
-    return {name: stacked(block, split, n, steps) for name, block in METHODS.items()}
+    """The same of stacked workers, on one thread as the workers: the bits depend on it."""
+    split, threads = data.load("digits"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {name: stacked(block, split, n, steps) for name, block in METHODS.items()}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Difference]:

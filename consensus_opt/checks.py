@@ -40,7 +40,7 @@ def whole(value: SupportsIndex, name: str, example: str = "", least: int = 1) ->
     return number
 
 
-def positive(value: float, name: str, example: str) -> float:
+def positive(value: object, name: str, example: str) -> float:
     """Return ``value`` as a plain float, finite and above 0.
 
     Raises:
@@ -50,9 +50,10 @@ def positive(value: float, name: str, example: str) -> float:
     message = f"{name} is {value!r}; it must be a finite number above 0; write {example}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(message)
-    if not 0 < value < math.inf:
+    number = float(value)
+    if not 0 < number < math.inf:
         raise ValueError(message)
-    return float(value)
+    return number
 
 
 def whole_field(

@@ -236,7 +236,8 @@ def layout(tensor: Tensor, batch: tuple[int, ...] = ()) -> str:
     text = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
     row = _row(tensor, batch)
     axes = [axis for axis, size in enumerate(row.shape) if size != 1]
-    order = sorted(axes, key=lambda axis: -row.stride(axis))
+    strides = row.stride()
+    order = sorted(axes, key=lambda axis: -strides[axis])
     in_order = order == axes or row.numel() == 0 or not _is_dense(row)
     return text if in_order else f"{text}, axes in memory {tuple(order)}"
 

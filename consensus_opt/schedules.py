@@ -123,7 +123,8 @@ class LrPower:
         """Follow the learning rate."""
         if step <= self.start:
             return 1.0
-        return self.least + (1 - self.least) * min(1.0, lr / self.reference) ** self.power
+        share: float = min(1.0, lr / self.reference) ** self.power
+        return self.least + (1 - self.least) * share
 
 
 SHAPES = {

@@ -119,10 +119,9 @@ def as_sinks(telemetry: Sink | Sequence[Sink] | None) -> tuple[Sink, ...]:
     """
     if telemetry is None:
         return ()
-    if isinstance(telemetry, Sequence) and not isinstance(telemetry, str):
-        sinks = tuple(telemetry)
-    else:
-        sinks = (telemetry,)
+    given: Any = telemetry  # a path or a class is a common slip, whatever the types say
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    sinks = tuple(given) if several else (given,)
     for sink in sinks:
         if not callable(sink) or isinstance(sink, type):
             raise TypeError(

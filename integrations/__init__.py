@@ -105,7 +105,8 @@ def _mpi() -> Candidate | None:
 
 def _over_mpi(here: Place, timeout: float) -> Transport:
     try:
-        from consensus_opt.integrations.mpi import MPI, MPITransport
+        from consensus_opt.integrations.mpi import MPITransport
+        from consensus_opt.integrations.mpi_process import MPI
     except ImportError as error:
         raise ImportError(
             f"{here.launcher} started {here.size} processes ({here.variable}), and no engine "
