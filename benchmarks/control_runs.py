@@ -32,7 +32,7 @@ from consensus_opt.control import KeepBelow
 from consensus_opt.methods import Method, consensus_control, gossip_sgd, local_sgd
 from consensus_opt.simulation import Simulation
 from consensus_opt.targets import GradientNorm, OfReference, Recorder
-from consensus_opt.telemetry import RoundRecord
+from consensus_opt.telemetry import RoundRecord, Sink
 
 EVERY = 8
 """Steps between two exact measurements, which are points of the curves."""
@@ -40,7 +40,7 @@ Phases = tuple[tuple[float, float, float], ...]
 Rule = Callable[[Phases], Method]
 
 control = partial(consensus_control, "ring")
-ALWAYS = (0.0, 1.0)
+FIRST_HALF, ALWAYS = (0.0, 0.5), (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -70,44 +70,35 @@ def setting_of(
     return replace(task, epochs=epochs or task.epochs, lr=lr or task.lr)
 
 
-def _fractions() -> dict[str, Rule]:
-    """Kong et al.'s table: a fraction of Xi_max, in the first phase or always."""
-    rules: dict[str, Rule] = {}
-    for part in (2, 4, 8):
-        for when, during in (("first half", (0.0, 0.5)), ("always", ALWAYS)):
-            rules[f"Xi_max/{part}, {when}"] = partial(_fraction, 1 / part, during)
-    return rules
+def _same(method: Method) -> Rule:
+    """A rule that refers to no other run."""
+    return lambda _: method
 
 
-def _fraction(fraction: float, during: tuple[float, float], phases: Phases) -> Method:
-    return control(OfReference(fraction, phases), during)
+def _fraction(part: int, during: tuple[float, float]) -> Rule:
+    """Below a fraction of Xi_max."""
+    return lambda phases: control(OfReference(1 / part, phases), during)
 
 
-def _norm(rho: float, _: Phases) -> Method:
-    """Below rho phi in the first half."""
-    return control(GradientNorm(rho))
-
-
-def _band(rho: float, _: Phases) -> Method:
+def _band(rho: float) -> Rule:
     """Below rho phi in the first half; above it later, by rounds without exchanges."""
-    return control(GradientNorm(rho), at_least=GradientNorm(rho))
+    return _same(control(GradientNorm(rho), at_least=GradientNorm(rho)))
 
 
 RULES: dict[str, Rule] = {
-    "sync": lambda _: local_sgd(1),
-    "ring": lambda _: control(math.inf, ALWAYS, accelerated=False),
-    **{f"{q} exchanges": lambda _, q=q: gossip_sgd("ring", exchanges=q) for q in (2, 3, 4)},
+    "sync": _same(local_sgd(1)),
+    "ring": _same(control(math.inf, ALWAYS, accelerated=False)),
+    **{f"{q} exchanges": _same(gossip_sgd("ring", exchanges=q)) for q in (2, 3, 4)},
     **{
-        f"{q} accelerated": lambda _, q=q: gossip_sgd("ring", exchanges=q, accelerated=True)
+        f"{q} accelerated": _same(gossip_sgd("ring", exchanges=q, accelerated=True))
         for q in (1, 2, 3, 4)
     },
-    **{
-        f"{q} accelerated, first half": lambda _, q=q: control(0.0, most=q) for q in (2, 3, 4, 5, 8)
-    },
-    **_fractions(),
-    **{f"{rho:g} phi": partial(_norm, rho) for rho in (0.125, 0.2, 0.25, 0.5, 1.0)},
-    "0.25 phi, plain": lambda _: control(GradientNorm(0.25), accelerated=False),
-    **{f"{rho:g} phi, then above": partial(_band, rho) for rho in (0.2, 0.25)},
+    **{f"{q} accelerated, first half": _same(control(0.0, most=q)) for q in (2, 3, 4, 5, 8)},
+    **{f"Xi_max/{part}, first half": _fraction(part, FIRST_HALF) for part in (2, 4, 8)},
+    **{f"Xi_max/{part}, always": _fraction(part, ALWAYS) for part in (2, 4, 8)},
+    **{f"{rho:g} phi": _same(control(GradientNorm(rho))) for rho in (0.125, 0.2, 0.25, 0.5, 1.0)},
+    "0.25 phi, plain": _same(control(GradientNorm(0.25), accelerated=False)),
+    **{f"{rho:g} phi, then above": _band(rho) for rho in (0.2, 0.25)},
 }
 """Rules by name; a rule takes Xi_max of each phase of the uncontrolled ring."""
 
@@ -139,7 +130,7 @@ def train(setting: Setting, name: str, seed: int, phases: Phases = ()) -> dict[s
     records: list[RoundRecord] = []
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder, "reference.json")
-        sinks = [records.append, *([oracle] if oracle else [])]
+        sinks: list[Sink] = [records.append, *([oracle] if oracle else [])]
         if name == "ring":
             sinks.append(Recorder(reference, total))
         torch.manual_seed(seed)
@@ -226,17 +217,18 @@ def _held(records: Sequence[RoundRecord], oracle: Oracle | None) -> dict[str, An
     rounds whose target was in reach, as `reachable` (a share) says.
     """
     judged = oracle.judged if oracle is not None else []
-    targets = [r for r in records if r.target is not None and r.distance is not None]
-    pairs = list(zip(judged, targets, strict=True)) if judged else []
-    within = [(j, r) for j, r in pairs if j.needed is not None]
+    controlled = [record for record in records if record.target is not None]
+    rounds = list(zip(judged, controlled, strict=True)) if judged else []
+    within = [(judge, record) for judge, record in rounds if judge.needed is not None]
     if not within:
-        return {"controlled": len(pairs), "reachable": 0.0 if pairs else None}
+        return {"controlled": len(rounds), "reachable": 0.0 if rounds else None}
+    needed = sum(judge.needed or 0 for judge, _ in within)
     return {
-        "controlled": len(pairs),
-        "reachable": len(within) / len(pairs),
-        "held": fmean(r.distance <= r.target for _, r in within),
-        "held_exactly": fmean(j.held for j, _ in within),
-        "of_oracle": sum(j.made for j, _ in within) / sum(j.needed or 0 for j, _ in within),
+        "controlled": len(rounds),
+        "reachable": len(within) / len(rounds),
+        "held": fmean((r.distance or 0.0) <= (r.target or 0.0) for _, r in within),
+        "held_exactly": fmean(judge.held for judge, _ in within),
+        "of_oracle": sum(judge.made for judge, _ in within) / needed,
     }
 
 

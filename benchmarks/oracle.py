@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from consensus_opt.averaging import Gossip
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.telemetry import RoundRecord
 from consensus_opt.transport import Transport
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,16 @@ class Oracle:
         self._most, self._accelerated, self._mixing = most, accelerated, mixing
         self._modes = np.linalg.eigh(mixing.weights)[1][:, :-1]
         self._table = np.stack([self._factors(q) for q in range(1, most + 1)])
-        self._energies: np.ndarray | None = None
+        self._energies: Array | None = None
         self._left = np.ones(0)
 
     def see(self, flats: Sequence[Tensor], exchanges: int) -> None:
         """Take note of parameters of shape (n, P) that are about to make exchanges."""
         if self._energies is None:
             modes = torch.from_numpy(self._modes).to(flats[0].dtype)
-            self._energies = sum(
-                (modes.T @ flat).double().square().sum(1).numpy() for flat in flats
-            )
-            self._left = np.ones(len(self._energies))
+            each = [(modes.T @ flat).double().square().sum(1) for flat in flats]
+            self._energies = torch.stack(each).sum(0).numpy()
+            self._left = np.ones(len(modes.T))
         self._left = self._left * self._factors(exchanges)
 
     def __call__(self, record: RoundRecord) -> None:
@@ -75,13 +77,13 @@ class Oracle:
         exact = float(np.sqrt(self._left**2 @ energies / n))
         self.judged.append(Judged(record.exchanges, needed, exact <= record.target))
 
-    def _factors(self, exchanges: int) -> np.ndarray:
+    def _factors(self, exchanges: int) -> Array:
         """P(l) of each mode but the mean, in the order of `_modes`."""
         matrices = [self._mixing] * exchanges
         if self._accelerated:
             matrices = list(accelerate(self._mixing, exchanges))
         each = [(self._modes * (m.weights @ self._modes)).sum(0) for m in matrices]
-        factors: np.ndarray = np.prod(each, axis=0)
+        factors: Array = np.prod(each, axis=0)
         return factors
 
 

@@ -10,28 +10,13 @@ without overlap:
     exchange    latency + max_m max(in_m, out_m) * b / bandwidth
     all-reduce  2 (n - 1) latency + 2 (n - 1)/n * b / bandwidth          (ring algorithm)
 
-**Distance** (steady state, noise-dominated). In every step, each worker moves by an independent
-random vector with ``E ||u||^2 = s^2``; what the workers have in common does not count. With S the
-covariance of the workers' differences, summed over the parameters, a round of matrices with product
-R, after tau steps, does ``S <- R (S + tau s^2 (I - J)) R^T``. Its fixed point gives
-``Xi^2 = tr(S)/n``. For a fixed symmetric W, q exchanges multiply the mode of eigenvalue l_i by
-P(l_i) = l_i^q, or by the accelerated polynomial; with ``f_i = P(l_i)^2``
-
-    Xi^2 / (tau s^2) = (1/n) sum_i f_i / (1 - f_i)        over the n - 1 modes of difference.
-
-Gradients are taken between rounds, where the differences grow by ``s^2 (1 - 1/n)`` in a step. The
-distance that counts is the root mean square over the tau places where a gradient is taken,
-
-    distance^2 / s^2 = Xi^2 / s^2 + (tau - 1)/2 * (1 - 1/n),
-
-which for tau = 1 is Xi itself, and 0 for an all-reduce in each step. Xi_max is the distance of the
-uncontrolled ring: one exchange after each step, among as many workers. Ratios to it do not depend
-on s. Curvature, heterogeneous data and changes of the learning rate are left out.
+**Distance.** How far apart the workers are where they take gradients, in the steady state that
+``steady`` derives, as a fraction of Xi_max: the distance of the uncontrolled ring, with one exchange
+after each step, among as many workers.
 
 Sources: Hockney, "The communication challenge for MPP", 1994 (alpha-beta); Patarasuk & Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); Kong et al.,
-"Consensus Control for Decentralized Deep Learning", ICML 2021 (Xi_max). The steady state is derived
-here; tests hold it to simulated workers.
+"Consensus Control for Decentralized Deep Learning", ICML 2021 (Xi_max).
 """
 
 from __future__ import annotations
@@ -39,14 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-import numpy as np
-
-from consensus_opt.acceleration import _roots
 from consensus_opt.checks import positive, whole, whole_field
-from consensus_opt.graphs import Ring, Topology, Undirected
-from consensus_opt.mixing import Matrix, MixingMatrix
+from consensus_opt.graphs import Ring, Topology
+from consensus_opt.mixing import MixingMatrix
+from consensus_opt.steady import between_rounds, distance, is_fixed_and_symmetric
 from consensus_opt.topology import topology
 
 ALL_REDUCE = "all_reduce"
@@ -55,8 +37,6 @@ PERIODS = (1, 4, 16)
 ITEMSIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 _SAMPLED = 64
-_SETTLING, _AVERAGED = 64, 256
-_DOUBLINGS = 60
 _TIES = 1.01
 
 
@@ -237,7 +217,7 @@ class _Predictor:
     def all_reduce(self, period: int) -> Candidate:
         n, size = self.job.workers, self.job.message_bytes(ALL_REDUCE)
         seconds = self.job.network.all_reduce_seconds(n, size)
-        away = math.sqrt(_between_rounds(n, period))
+        away = math.sqrt(between_rounds(n, period))
         return self._candidate(ALL_REDUCE, period, 1, False, seconds, 2 * (n - 1) / n * size, away)
 
     def gossip(self, graph: Topology, period: int) -> Iterator[Candidate]:
@@ -253,7 +233,7 @@ class _Predictor:
 
     def _reachable(self, period: int) -> bool:
         """Whether any average at all would meet the target with this period."""
-        return self._meets(math.sqrt(_between_rounds(self.job.workers, period)))
+        return self._meets(math.sqrt(between_rounds(self.job.workers, period)))
 
     def _meets(self, away: float) -> bool:
         return away <= self.target * self.xi_max + 1e-9
@@ -292,94 +272,3 @@ class _Predictor:
             away / self.xi_max if self.xi_max > 1e-9 else None,
             self._meets(away),
         )
-
-
-def is_fixed_and_symmetric(graph: Topology) -> bool:
-    """Tell whether exchanges over this topology can be accelerated."""
-    return isinstance(graph, Undirected)
-
-
-def distance(
-    graph: Topology, n: int, period: int = 1, exchanges: int = 1, accelerated: bool = False
-) -> float:
-    """Return the steady distance at the gradients, in units of s (see the module).
-
-    Args:
-        graph: The topology; its exchanges go through its phases one after the other.
-        n: Number of workers.
-        period: Steps between rounds, tau.
-        exchanges: Exchanges in a round.
-        accelerated: Whether they are weighted to mix best together; needs a fixed symmetric W.
-    """
-    after = _steady(graph, n, exchanges, accelerated)
-    return math.sqrt(period * after + _between_rounds(n, period))
-
-
-def _between_rounds(n: int, period: int) -> float:
-    return (period - 1) / 2 * (1 - 1 / n)
-
-
-@lru_cache(maxsize=1024)
-def _steady(graph: Topology, n: int, exchanges: int, accelerated: bool) -> float:
-    """Return Xi^2 after a round, for tau = 1 and s = 1, as a mean over the topology's cycle."""
-    if is_fixed_and_symmetric(graph):
-        left = mode_factors(graph, n, exchanges, accelerated) ** 2
-        return float(np.sum(left / (1 - left))) / n
-    rounds = _rounds(graph, n, exchanges)
-    noise: Matrix = np.eye(n) - 1 / n
-    start = np.zeros((n, n))
-    if graph.cycle(n) is None:
-        for mixing in rounds[:_SETTLING]:
-            start = mixing @ (start + noise) @ mixing.T
-        rounds = rounds[_SETTLING:]
-    else:
-        start = _fixed_point(rounds, noise)
-    total = 0.0
-    for mixing in rounds:
-        start = mixing @ (start + noise) @ mixing.T
-        total += float(np.trace(start)) / n
-    return max(0.0, total / len(rounds))
-
-
-def mode_factors(graph: Topology, n: int, exchanges: int, accelerated: bool) -> Matrix:
-    """Return P(l_i) for the n - 1 modes of a fixed symmetric W: what a round leaves of each."""
-    modes = _modes(graph, n)
-    if not accelerated or n == 1:
-        return modes**exchanges
-    factors = np.ones_like(modes)
-    for root in _roots(modes, exchanges):
-        factors *= (modes - root) / (1 - root)
-    return factors
-
-
-@lru_cache(maxsize=64)
-def _modes(graph: Topology, n: int) -> Matrix:
-    return np.linalg.eigvalsh(graph.mixing(n).weights)[:-1].astype(np.float64)
-
-
-def _rounds(graph: Topology, n: int, exchanges: int) -> list[Matrix]:
-    """Return the products of the rounds, without J, until they repeat."""
-    cycle = graph.cycle(n)
-    count = _SETTLING + _AVERAGED if cycle is None else math.lcm(cycle, exchanges) // exchanges
-    products = []
-    for number in range(count):
-        product: Matrix = np.eye(n) - 1 / n
-        for phase in range(number * exchanges, (number + 1) * exchanges):
-            product = graph.mixing(n, phase).weights @ product
-        products.append(product)
-    return products
-
-
-def _fixed_point(rounds: Sequence[Matrix], noise: Matrix) -> Matrix:
-    """Return S at the start of a cycle: ``S = A S A^T + B``, by doubling the number of cycles."""
-    through: Matrix = np.eye(len(noise))
-    added = np.zeros_like(noise)
-    for mixing in rounds:
-        added = mixing @ (added + noise) @ mixing.T
-        through = mixing @ through
-    for _ in range(_DOUBLINGS):
-        more = through @ added @ through.T
-        if np.trace(more) < 1e-13:
-            break
-        added, through = added + more, through @ through
-    return added

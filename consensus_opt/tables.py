@@ -70,13 +70,16 @@ def print_plan(job: Job, plan: Plan) -> None:
         f"way, latency {scaled(network.latency, 's')}; a step takes {scaled(job.step_seconds, 's')}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column()
     table.add_column("average", no_wrap=True)
     for column in ("period", "exch.", "a step", "share", "sent", "distance"):
         table.add_column(column, justify="right", no_wrap=True)
     for before, each in zip((None, *plan.candidates), plan.candidates, strict=False):
         if before is not None and before.period != each.period:
             table.add_section()
-        table.add_row(*_cells(each), style="bold green" if each is plan.recommended else None)
+        best = each is plan.recommended
+        cells = ">" if best else "", *_cells(each)
+        table.add_row(*cells, style="bold green" if best else None)
     console.print(table)
     console.print(
         "share: of communication. sent: by a worker in a step, as a mean. distance: in Xi_max, the "

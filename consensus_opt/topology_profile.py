@@ -16,7 +16,7 @@ import numpy as np
 
 from consensus_opt.checks import whole
 from consensus_opt.mixing import Matrix, MixingMatrix, spectral_norm
-from consensus_opt.planner import is_fixed_and_symmetric, mode_factors
+from consensus_opt.steady import is_fixed_and_symmetric, mode_factors
 from consensus_opt.topology import Topology
 
 FRACTIONS = (1 / 2, 1 / 8, 1 / 100)
