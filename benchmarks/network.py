@@ -79,7 +79,7 @@ def cluster(n: int, bandwidth: float) -> Iterator[list[str]]:
     remove_stale()
     switch, *workers = names = [f"{_PREFIX}-{os.getpid()}-{each}" for each in ("switch", *range(n))]
     with ExitStack() as stack:
-        stack.callback(_undisturbed, lambda: [_remove(name) for name in names])
+        stack.callback(_undisturbed, lambda: _remove(*names))
         for name in names:
             _run("ip", "netns", "add", name)
         _ip(switch, "link", "add", "bridge", "type", "bridge")
@@ -110,13 +110,14 @@ def _limit(namespace: str, device: str, bandwidth: float) -> None:
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *token_bucket)
 
 
-def _remove(name: str) -> None:
-    """Remove a namespace with its processes and links; nothing to do where there is none."""
-    with suppress(subprocess.CalledProcessError):
-        for pid in _run("ip", "netns", "pids", name).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        _run("ip", "netns", "delete", name)
+def _remove(*names: str) -> None:
+    """Remove namespaces with their processes and links; nothing to do where there is none."""
+    for name in names:
+        with suppress(subprocess.CalledProcessError):
+            for pid in _run("ip", "netns", "pids", name).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _run("ip", "netns", "delete", name)
 
 
 def _undisturbed(function: Callable[[], Any]) -> None:
@@ -281,6 +282,7 @@ def main() -> int:
     reason = obstacle()
     if reason:
         print(f"SKIPPED, nothing was measured: {reason}")
+        _write(options.json, {"skipped": reason})
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = []
@@ -292,11 +294,14 @@ def main() -> int:
     show(rows)
     worst = max(abs(row["error"]) for row in rows)
     print(f"largest error {worst:.1%}, allowed {WITHIN:.0%}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"largest_error": worst, "allowed": WITHIN, "rows": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    _write(options.json, {"largest_error": worst, "allowed": WITHIN, "rows": rows})
     return int(worst > WITHIN)
+
+
+def _write(file: Path | None, content: dict[str, Any]) -> None:
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _options() -> argparse.Namespace:

@@ -11,8 +11,8 @@ without overlap:
     all-reduce  2 (n - 1) latency + 2 (n - 1)/n * b / bandwidth          (ring algorithm)
 
 **Distance.** How far apart the workers are where they take gradients, in the steady state that
-``steady`` derives, as a fraction of Xi_max: the distance of the uncontrolled ring, with one exchange
-after each step, among as many workers.
+``steady`` derives, as a fraction of Xi_max: the distance of the uncontrolled ring, with one
+exchange after each step, among as many workers.
 
 Sources: Hockney, "The communication challenge for MPP", 1994 (alpha-beta); Patarasuk & Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (ring); Kong et al.,
