@@ -99,7 +99,7 @@ def test_half_precision_halves_gossip_and_not_an_all_reduce() -> None:
 
 
 def simulated(name: str | None, n: int, period: int, exchanges: int, accelerated: bool) -> float:
-    """The distance at the gradients of workers that take random steps and average, in unit steps."""
+    """Distance at the gradients of workers that take random unit steps and average."""
     average = Gossip(topology(name), accelerated) if name else AllReduce()
     generator = torch.Generator().manual_seed(1)
     params, settling, rounds = 1024, 60, 240
