@@ -117,7 +117,7 @@ def measure(repetitions: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in everyone}
     for _ in range(repetitions):
         for name, contender in everyone.items():
-            times[name].append(_slowest(contender.run))
+            times[name].append(slowest(contender.run))
     base = statistics.median(times["bare all-reduce"])
     return {
         name: {
@@ -131,7 +131,7 @@ def measure(repetitions: int) -> dict[str, Any]:
     }
 
 
-def _slowest(run: Callable[[], Any]) -> float:
+def slowest(run: Callable[[], Any]) -> float:
     dist.barrier()
     start = time.perf_counter()
     run()

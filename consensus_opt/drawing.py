@@ -23,6 +23,7 @@ from consensus_opt.topology_profile import FRACTIONS, accelerated_left, plain_le
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#4c4c4c")
 _LOWEST = 1e-3
 _MOST_PHASES = 12
+_MOST_ARROWS = 64
 _EXCHANGES = (12, 64)
 
 
@@ -51,7 +52,7 @@ def _draw_graph(axes: Any, graph: Topology, n: int) -> None:
     for phase, colour in zip(range(shown), repeated(_COLOURS), strict=False):
         weights = graph.mixing(n, phase).weights
         links = nx.DiGraph(weights.T - np.diag(weights.diagonal()))
-        one_way = not np.allclose(weights, weights.T)
+        one_way = not np.allclose(weights, weights.T) and n <= _MOST_ARROWS
         style = {"arrows": True, "arrowsize": 6 if small else 9} if one_way else {"arrows": False}
         drawn = links if one_way else links.to_undirected()
         nx.draw_networkx_edges(

@@ -12,7 +12,7 @@ import re
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {f"{prefix}i": 1024.0**k for k, prefix in enumerate("KMGT", start=1)}
 _COUNTS = {**_DECIMAL, "m": 1e6, "g": 1e9, "b": 1e9, "B": 1e9, "t": 1e12}
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_IN_A_SECOND = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9}
 _BANDWIDTH = re.compile(r"([kKMGT]i?)?(?:(bit|Bit|BIT|b|bps)|(B|Byte|byte|Bytes|bytes|Bps))(?:/s)?")
 
 
@@ -24,7 +24,7 @@ def count(text: str) -> int:
     """
     number, unit = _split(text)
     value = number * _COUNTS.get(unit, math.nan)
-    if not (1 <= value < math.inf and abs(value - round(value)) < 1e-6 * value):
+    if not (1 <= value < math.inf and abs(value - round(value)) < 1e-9 * value):
         raise ValueError(
             f"{text!r} is no count; it must be a whole number of at least 1, with k, M, B (or G) "
             "or T for thousands, millions, ...; write 25.6M"
@@ -57,7 +57,7 @@ def duration(text: str) -> float:
         ValueError: If it is no number of at least 0 of s, ms, us or ns.
     """
     number, unit = _split(text)
-    value = number * _SECONDS.get(unit, math.nan)
+    value = number / _IN_A_SECOND.get(unit, math.nan)
     if not 0 <= value < math.inf:
         raise ValueError(
             f"{text!r} is no time; it must be a number of at least 0 with s, ms, us or ns, or none "

@@ -101,10 +101,11 @@ def _address(here: Place, timeout: float) -> tuple[str, int]:
     if here.size == 1:
         return "127.0.0.1", 0
     if not here.mpi or find_spec("mpi4py") is None:
+        verb = "is" if len(missing) == 1 else "are"
         raise RuntimeError(
-            f"{' and '.join(missing)} not set, and {here.launcher} does not tell where rank 0 is; "
-            "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, the same on "
-            "all ranks (mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 ...)"
+            f"{' and '.join(missing)} {verb} not set, and {here.launcher} does not tell where rank "
+            "0 is; set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, the same "
+            "on all ranks (mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 ...)"
             + (", or pip install mpi4py, by which rank 0 tells the others" if here.mpi else "")
         )
     return _chosen_by_rank_zero(timeout)

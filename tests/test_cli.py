@@ -91,7 +91,7 @@ def test_bandwidths_tell_bits_from_bytes(text: str, value: float) -> None:
     ],
 )
 def test_durations(text: str, value: float) -> None:
-    assert units.duration(text) == pytest.approx(value)
+    assert units.duration(text) == value
 
 
 @pytest.mark.parametrize(
@@ -233,21 +233,19 @@ def test_mistakes_are_one_line_on_stderr_and_status_2(
 @pytest.mark.parametrize(
     ("package", "arguments"),
     [
-        ("rich", ["topology", "--name", "ring", "-n", "4"]),
-        ("rich", PLAN),
-        ("matplotlib", ["--png"]),
+        ("rich", "topology --name ring -n 4"),
+        ("rich", " ".join(PLAN)),
+        ("matplotlib", "topology --name ring -n 4 --png never.png --json"),
     ],
 )
 def test_what_is_missing_for_people_is_named(
     package: str,
-    arguments: list[str],
+    arguments: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if arguments == ["--png"]:
-        arguments = ["topology", "--name", "ring", "-n", "4", "--png", "never.png", "--json"]
     monkeypatch.setitem(sys.modules, package, None)
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     assert f"{package} is not installed" in (shown := capsys.readouterr()).err
     assert "pip install 'consensus-opt[report]'" in shown.err
     assert not shown.out

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.problems import random_rows, same, stacked
 
 WIDTH = 300_000  # several of the sketch's chunks, and a part of one
-SEEDS = 60
+SEEDS = 40
 
 
 def exact(rows: Tensor) -> float:
@@ -139,10 +139,10 @@ def test_over_many_seeds_the_errors_have_the_size_that_the_sketch_says(structure
 def test_smooth_differences_of_a_large_model_err_no_more_than_those_of_a_small_one() -> None:
     # 100 chunks share 8 chunks' worth of signs: were they reused alike, errors would add up.
     ones = torch.ones(100 << 16)
-    squares = [float(Sketch(512, seed).project([ones]).square().sum()) for seed in range(30)]
+    squares = [float(Sketch(512, seed).project([ones]).square().sum()) for seed in range(16)]
     relative = np.array(squares) / len(ones)
     assert abs(relative.mean() - 1) < 0.06
-    assert relative.std(ddof=1) < 1.5 * math.sqrt(2 / 512)
+    assert relative.std(ddof=1) < 1.6 * math.sqrt(2 / 512)
 
 
 @pytest.mark.parametrize("values", [16, 128, 512, 2048, 65_536])
