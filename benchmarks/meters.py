@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def cost(repetitions: int) -> dict[str, Any]:
     values = sum(torch.Size(shape).numel() for shape in resnet50_shapes())
     flat = torch.randn(values)
     mixing = topology("ring").mixing(transport.size)
-    runs: dict[str, Callable[[], Any]] = {"ring exchange": lambda: transport.exchange(flat, mixing)}
+    exchange = partial(transport.exchange, flat, mixing)
+    runs: dict[str, Callable[[], Any]] = {"ring exchange": exchange}
     for size in SIZES:
         runs[f"sketch of {size}"] = partial(Sketch(size).measure, [flat], transport)
     sent = {name: _bytes_of(run, transport) for name, run in runs.items()}  # and warms up
@@ -149,10 +151,9 @@ def _bytes_of(run: Callable[[], Any], transport: TorchTransport) -> int:
 def show(results: dict[str, Any]) -> None:
     """Print a table of accuracy, and one of cost for each number of ranks."""
     table = Table(title=f"Error of the sketched distance, {results['width']:,} values a worker")
-    for column in ("workers", "differences", "sketch"):
-        table.add_column(column, justify="left" if column == "differences" else "right")
-    for column in ("error", "its own estimate", "largest error", "within 2 own"):
-        table.add_column(column, justify="right")
+    for column in ("workers", "differences", "sketch", "error", "its own", "largest", "covered"):
+        left = column == "differences"
+        table.add_column(column, justify="left" if left else "right", no_wrap=left)
     for row in results["accuracy"]:
         percents = [f"{100 * row[key]:.2f}%" for key in ("error", "own", "largest")]
         covered = f"{100 * row['covered']:.0f}%"

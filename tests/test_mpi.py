@@ -280,3 +280,15 @@ def test_without_mpi4py_the_error_says_what_to_install() -> None:
         "ImportError: mpirun of Open MPI started 2 processes (OMPI_COMM_WORLD_SIZE)" in ran.stderr
     )
     assert "apt install openmpi-bin libopenmpi-dev && pip install mpi4py" in ran.stderr
+
+
+def test_a_launcher_of_another_mpi_than_mpi4pys_is_refused() -> None:
+    # As under the other MPI's launcher: its variables are set, and this process is MPI's only one.
+    script = (
+        "import os; os.environ.update(PMI_RANK='0', PMI_SIZE='2')\n"
+        "import consensus_opt.integrations as found\n"
+        "found.find_transport(1.0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "started 2 processes (PMI_SIZE), and mpi4py sees only this one" in ran.stderr
+    assert "pip install --no-binary mpi4py mpi4py" in ran.stderr
