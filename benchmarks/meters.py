@@ -18,7 +18,6 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from functools import partial
 from pathlib import Path
 from typing import Any
 
