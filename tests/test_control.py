@@ -235,6 +235,15 @@ def test_it_finds_the_new_number_after_the_learning_rate_fell(factor: float) -> 
     assert all(abs(count - world.steady(0.6, 0.2)) <= 1 for count in made[-30:])
 
 
+def test_what_was_learned_in_other_times_does_not_hold_the_number_up() -> None:
+    world, rule = Contraction(0.8), KeepBelow(Constant(0.6), ALWAYS)
+    memory = {"planned": 12, "last_planned": 12, "last_reached": 0.9, "factor_12": 0.01}
+    for step in range(1, 80):
+        world.distance = math.hypot(world.distance, 1.0)
+        outcome = rule.run(world.verbs(step), memory)
+    assert abs(outcome.exchanges - world.steady(0.6)) <= 1
+
+
 def test_noise_moves_the_number_by_little() -> None:
     rng = random.Random(0)
     world, rule = Contraction(0.8), KeepBelow(Constant(0.6), ALWAYS)
