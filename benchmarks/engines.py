@@ -11,12 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +20,11 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.launch import Worker, launch
-from benchmarks.launchers import run
+from benchmarks.measuring import Action, among_ranks, medians
 from consensus_opt.topology import Ring
 
 KINDS = ("torchrun", "mpirun", "horovodrun-gloo", "horovodrun-mpi")
 LIMITS = {"torchrun": 1.15, "mpirun": 1.15, "horovodrun-gloo": 1.25, "horovodrun-mpi": 1.25}
-
-Action = Callable[[], Any]
 
 
 def torch_primitives(flat: Tensor, room: list[Tensor], left: int, right: int) -> list[Action]:
@@ -99,26 +92,12 @@ def measure(worker: Worker, values: int, repetitions: int) -> dict[str, float]:
         "bare ring": bare_ring,
         "ring": lambda: worker.transport.exchange(flat, mixing),
     }
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for repetition in range(repetitions + 2):
-        for name, action in actions.items():
-            elapsed = _slowest(worker, action)
-            if repetition >= 2:
-                times[name].append(elapsed)
-    middle = {name: statistics.median(found) for name, found in times.items()}
+    middle = medians(worker.transport, actions, repetitions, warm_up=2)
     return {
         **{f"{name} ms": 1000 * seconds for name, seconds in middle.items()},
         "mean": middle["mean"] / middle["bare mean"],
         "ring": middle["ring"] / middle["bare ring"],
     }
-
-
-def _slowest(worker: Worker, action: Action) -> float:
-    worker.gather([0.0])
-    start = time.perf_counter()
-    action()
-    elapsed = time.perf_counter() - start
-    return max(row[0] for row in worker.gather([elapsed]))
 
 
 def show(results: dict[str, dict[str, float]], ranks: int) -> None:
@@ -145,13 +124,13 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
         with launch(engine=options.engine) as worker:
             found = measure(worker, options.values, options.repetitions)
             if worker.first:
-                options.out.write_text(json.dumps(found))
+                options.rank_of.write_text(json.dumps(found))
         return
     results = {kind: _launch(kind, options) for kind in options.kinds}
     show(results, options.ranks)
@@ -162,15 +141,9 @@ def main() -> None:
 
 def _launch(kind: str, options: argparse.Namespace) -> dict[str, float]:
     engine = {"torchrun": "torch", "mpirun": "mpi"}.get(kind, "horovod")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        arguments = [f"--engine={engine}", f"--out={out}", f"--values={options.values}"]
-        arguments += [f"--repetitions={options.repetitions}"]
-        ended = run(kind, options.ranks, "benchmarks.engines", arguments, timeout=300)
-        if ended.status:
-            raise RuntimeError(f"{kind} failed with status {ended.status}:\n{ended.output[-3000:]}")
-        found: dict[str, float] = json.loads(out.read_text())
-        return found
+    arguments = [f"--engine={engine}", f"--values={options.values}"]
+    arguments += [f"--repetitions={options.repetitions}"]
+    return among_ranks(kind, options.ranks, "benchmarks.engines", arguments, timeout=300)
 
 
 if __name__ == "__main__":

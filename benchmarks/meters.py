@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.processes import torchrun
-from benchmarks.rounds import resnet50_shapes, slowest
+from benchmarks.measuring import among_ranks, medians
+from benchmarks.rounds import resnet50_shapes
 from consensus_opt import Sketch, StackedTransport
 from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.topology import topology
@@ -126,15 +125,11 @@ def cost(repetitions: int) -> dict[str, Any]:
     for size in SIZES:
         runs[f"sketch of {size}"] = partial(Sketch(size).measure, [flat], transport)
     sent = {name: _bytes_of(run, transport) for name, run in runs.items()}  # and warms up
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repetitions):
-        for name, run in runs.items():
-            times[name].append(slowest(run))
-    base = statistics.median(times["ring exchange"])
+    seconds = medians(transport, runs, repetitions)
     return {
         name: {
-            "seconds": statistics.median(times[name]),
-            "ratio": statistics.median(times[name]) / base,
+            "seconds": seconds[name],
+            "ratio": seconds[name] / seconds["ring exchange"],
             "bytes": sent[name],
         }
         for name in runs
@@ -187,25 +182,20 @@ def main() -> None:
             options.rank_of.write_text(json.dumps(measured))
         dist.destroy_process_group()
         return
+    arguments = [f"--repetitions={options.repetitions}"]
     results = {
         "width": options.width,
         "seeds": options.seeds,
         "accuracy": accuracy(options.workers, options.width, options.seeds),
-        "cost": {str(ranks): _cost_among(ranks, options.repetitions) for ranks in options.ranks},
+        "cost": {
+            str(ranks): among_ranks("torchrun", ranks, "benchmarks.meters", arguments)
+            for ranks in options.ranks
+        },
     }
     show(results)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _cost_among(ranks: int, repetitions: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "results.json")
-        arguments = ["--repetitions", str(repetitions), "--rank-of", str(file)]
-        torchrun(arguments, ranks, timeout=540, module="benchmarks.meters")
-        results: dict[str, Any] = json.loads(file.read_text())
-        return results
 
 
 if __name__ == "__main__":

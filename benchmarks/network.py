@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import ROOT
+from benchmarks.launchers import ROOT
+from benchmarks.measuring import slowest
 from consensus_opt import units
 from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.planner import Network
@@ -221,20 +223,12 @@ def measure(values: int, repetitions: int) -> dict[str, Any]:
     contenders = {what: exchange(what, flat) for what in _WORDS}
     contenders["all-reduce"] = lambda turn: transport.mean(flat)
     small = exchange("one peer", one)
-    latencies = [_slowest(transport, small, turn) for turn in range(30)]
+    latencies = [slowest(transport, partial(small, turn)) for turn in range(30)]
     seconds: dict[str, list[float]] = {what: [] for what in contenders}
     for turn in range(repetitions):
         for what, run in contenders.items():
-            seconds[what].append(_slowest(transport, run, turn))
+            seconds[what].append(slowest(transport, partial(run, turn)))
     return {"latency": statistics.median(latencies), "seconds": seconds}
-
-
-def _slowest(transport: TorchTransport, run: Callable[[int], None], turn: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run(turn)
-    elapsed = torch.tensor([time.perf_counter() - start])
-    return float(transport.gather(elapsed).max())
 
 
 def compare(

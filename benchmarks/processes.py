@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.launchers import ROOT
+
 OBEY = 45.0
 
 
@@ -23,16 +23,14 @@ def torchrun(
     timeout: float,
     *,
     quiet: bool = False,
-    module: str = "benchmarks.train",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE` with these arguments on `workers` processes.
+    """Run `python -m benchmarks.train` with these arguments on `workers` processes.
 
     Args:
-        arguments: the command line of the module.
+        arguments: the command line of `benchmarks.train`.
         workers: number of processes, one thread each, all on this machine.
         timeout: seconds after which they are stopped.
         quiet: collect what they print instead of showing it.
-        module: what each process runs.
 
     Raises:
         subprocess.CalledProcessError: one of them failed.
@@ -40,7 +38,7 @@ def torchrun(
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *(f"--nproc-per-node={workers}", "-m", module, *arguments),
+        *(f"--nproc-per-node={workers}", "-m", "benchmarks.train", *arguments),
     ]
     pipe = subprocess.PIPE if quiet else None
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

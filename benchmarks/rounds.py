@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +24,9 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from benchmarks.processes import torchrun
+from benchmarks.measuring import among_ranks, medians
 from consensus_opt import ConsensusOptimizer, Method, dppf, gossip_sgd, local_sgd
+from consensus_opt.integrations.torch_distributed import TorchTransport
 
 METHODS: dict[str, Method] = {
     "hard averaging": local_sgd(1),
@@ -77,7 +75,7 @@ def contenders(values: int) -> dict[str, Contender]:
     """Return everything that is compared, by name, the bare all-reduce first."""
     size = dist.get_world_size()
     flat = torch.randn(values)
-    averager = PeriodicModelAverager(period=1)  # type: ignore[no-untyped-call]
+    averager = PeriodicModelAverager(period=1)
     theirs = make_parameters()
     for parameter in theirs:  # it averages parameters that have a gradient
         parameter.grad = torch.zeros(1).expand_as(parameter)
@@ -111,33 +109,23 @@ def measure(repetitions: int) -> dict[str, Any]:
     everyone = contenders(values)
     memory: dict[str, int] = {}
     for name, contender in everyone.items():
-        contender.run()  # lays the model out flat
+        optimizer = contender.optimizer
+        # Lays the model out flat, and makes no round.
+        (optimizer.consensus_distance if optimizer else contender.run)()
         dist.barrier()
         memory[name] = peak_growth(contender.run)
-    times: dict[str, list[float]] = {name: [] for name in everyone}
-    for _ in range(repetitions):
-        for name, contender in everyone.items():
-            times[name].append(slowest(contender.run))
-    base = statistics.median(times["bare all-reduce"])
+    actions = {name: contender.run for name, contender in everyone.items()}
+    seconds = medians(TorchTransport(), actions, repetitions)
     return {
         name: {
-            "seconds": statistics.median(times[name]),
-            "ratio": statistics.median(times[name]) / base,
+            "seconds": seconds[name],
+            "ratio": seconds[name] / seconds["bare all-reduce"],
             "bytes": _bytes_of_round(contender),
             "formula": contender.formula,
             "memory": memory[name] / (4 * values),
         }
         for name, contender in everyone.items()
     }
-
-
-def slowest(run: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    elapsed = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return float(elapsed)
 
 
 def _bytes_of_round(contender: Contender) -> int | None:
@@ -174,20 +162,15 @@ def main() -> None:
             options.rank_of.write_text(json.dumps(results))
         dist.destroy_process_group()
         return
-    everything = {str(ranks): _run(ranks, options.repetitions) for ranks in options.ranks}
+    arguments = [f"--repetitions={options.repetitions}"]
+    everything = {
+        str(ranks): among_ranks("torchrun", ranks, "benchmarks.rounds", arguments)
+        for ranks in options.ranks
+    }
     show(everything)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(everything, indent=1) + "\n")
-
-
-def _run(ranks: int, repetitions: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "results.json")
-        arguments = ["--repetitions", str(repetitions), "--rank-of", str(file)]
-        torchrun(arguments, ranks, timeout=540, module="benchmarks.rounds")
-        results: dict[str, Any] = json.loads(file.read_text())
-        return results
 
 
 if __name__ == "__main__":

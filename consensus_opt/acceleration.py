@@ -58,12 +58,12 @@ def _matrices(data: bytes, n: int, exchanges: int) -> tuple[MixingMatrix, ...]:
     if n == 1 or np.ptp(modes) < 1e-9:
         roots = np.full(exchanges, modes.mean() if n > 1 else 0.0)
     else:
-        roots = _in_stable_order(_roots(modes, exchanges))
+        roots = _in_stable_order(polynomial_roots(modes, exchanges))
     identity = np.eye(n)
     return tuple(MixingMatrix((weights - r * identity) / (1 - r)) for r in roots)
 
 
-def _roots(modes: Vector, degree: int) -> Vector:
+def polynomial_roots(modes: Vector, degree: int) -> Vector:
     """Return the roots of the polynomial with the smallest steady distance.
 
     From Chebyshev's on, each sweep minimizes ``sum_i w_i P(l_i)^2`` under ``P(1) = 1``, with

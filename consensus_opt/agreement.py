@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ def describe(entries: Sequence[tuple[str, object]]) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
+@lru_cache(maxsize=16)
 def fingerprint(description: str) -> int:
     """Return 52 bits that differ when descriptions do."""
     return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 12

@@ -90,7 +90,7 @@ class _ChunkedExchange:
             for start in range(0, flat.numel(), length)
         )
         window, peers = min(transport.window, len(self._todo)), len(self._terms.peers)
-        room = transport.staging(flat, length, max(transport.window, 1) * peers)
+        room = transport.staging(flat, length, window * peers)
         self._travelling: deque[tuple[slice, list[Tensor], Pending]] = deque()
         for slot in range(window):
             self._post(list(room[slot * peers : (slot + 1) * peers]))

@@ -28,7 +28,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from consensus_opt.acceleration import _roots
+from consensus_opt.acceleration import polynomial_roots
 from consensus_opt.graphs import Topology, Undirected
 from consensus_opt.mixing import Matrix
 
@@ -90,7 +90,7 @@ def mode_factors(graph: Topology, n: int, exchanges: int, accelerated: bool) -> 
     if not accelerated or n == 1:
         return modes**exchanges
     factors = np.ones_like(modes)
-    for root in _roots(modes, exchanges):
+    for root in polynomial_roots(modes, exchanges):
         factors *= (modes - root) / (1 - root)
     return factors
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ import consensus_opt.integrations.horovod as hvd
 from consensus_opt import ConsensusOptimizer, PeerError, StackedTransport, gossip_sgd, local_sgd
 from consensus_opt.topology import topology
 from tests import test_parity as parity
-from tests.launchers import report
+from tests.launchers import attempt, report
 from tests.problems import average_by_hand, flat, loss_of, mlp, random_rows, stacked, train
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -41,14 +40,6 @@ def main(names: Iterable[str]) -> None:
     report(hvd.rank(), {name: attempt(CHECKS[name]) for name in names})
     hvd.barrier()
     hvd.shutdown()
-
-
-def attempt(function: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether it returned, and what; the traceback where it raised."""
-    try:
-        return True, function()
-    except Exception:
-        return False, traceback.format_exc()
 
 
 def check(function: Callable[[], Any]) -> Callable[[], Any]:

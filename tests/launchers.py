@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def report(rank: int, value: Any) -> None:
     draft = place.with_suffix(".draft")
     draft.write_bytes(pickle.dumps(value))
     draft.rename(place)
+
+
+def attempt(function: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether it returned, and what; the traceback where it raised."""
+    try:
+        return True, function()
+    except Exception:
+        return False, traceback.format_exc()
 
 
 def _read(place: Path) -> Any:

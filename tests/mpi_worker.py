@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,7 +28,7 @@ from consensus_opt.integrations.environment import init_process_group
 from consensus_opt.integrations.mpi import MPITransport, is_gpu_aware
 from consensus_opt.topology import topology
 from tests import test_parity as parity
-from tests.launchers import report
+from tests.launchers import attempt, report
 from tests.problems import flat, mlp, random_rows, train
 
 CHECKS: dict[str, Callable[[], Any]] = {}
@@ -42,14 +41,6 @@ TIMEOUT = 60.0
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     report(RANK, {name: attempt(CHECKS[name]) for name in names})
-
-
-def attempt(function: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether it returned, and what; the traceback where it raised."""
-    try:
-        return True, function()
-    except Exception:
-        return False, traceback.format_exc()
 
 
 def check(function: Callable[[], Any]) -> Callable[[], Any]:
