@@ -252,7 +252,8 @@ def error_of(call: Callable[..., Any], kind: type[Exception], *args: Any, **opti
 @check
 def late_peer() -> dict[str, Any]:
     """Rank 1 does not come while the others wait; it is in the barrier after that."""
-    transport = hvd.HorovodTransport(timeout=2.0)
+    transport = hvd.HorovodTransport(timeout=TIMEOUT)
+    transport.timeout = 2.0  # from here on: a busy machine may need longer to make one
     found: dict[str, Any] = {}
     if hvd.rank() != 1:
         try:

@@ -6,6 +6,7 @@ other users, what is missing is said and the tests are left out.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -84,7 +85,11 @@ def test_exchanges_over_slow_links_take_what_the_planner_predicts(tmp_path: Path
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_measurement_leaves_nothing_behind(how: signal.Signals) -> None:
     arguments = ["--workers", "2", "--bandwidths", "1Mbit", "--repetitions", "1000"]
-    process = subprocess.Popen([*LINE, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    # A shell that runs the tests in the background lets them, and their children, ignore Ctrl-C.
+    heard = functools.partial(signal.signal, how, signal.SIG_DFL)
+    process = subprocess.Popen(
+        [*LINE, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=heard
+    )
     try:
         wait_for(lambda: len(inside(process.pid)) == 2)
         ranks = inside(process.pid)
