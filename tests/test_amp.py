@@ -88,7 +88,7 @@ def ranks() -> list[dict[tuple[str, str], dict[str, Any]]]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", INNER)
-def test_an_overflow_on_one_rank_skips_its_step_and_no_round(
+def test_R002_R006_an_overflow_on_one_rank_skips_its_step_and_no_round(
     ranks: list[dict[tuple[str, str], dict[str, Any]]], name: str, loop: str
 ) -> None:
     for rank, outcome in enumerate(ranks):
@@ -99,7 +99,7 @@ def test_an_overflow_on_one_rank_skips_its_step_and_no_round(
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", INNER)
-def test_gradients_are_unscaled_once_as_by_bare_optimizers_averaged_by_hand(
+def test_R004_R007_gradients_are_unscaled_once_as_by_bare_optimizers_averaged_by_hand(
     ranks: list[dict[tuple[str, str], dict[str, Any]]], name: str, loop: str
 ) -> None:
     for outcome, (parameters, scale, state) in zip(ranks, by_hand(name, loop), strict=True):
@@ -120,7 +120,7 @@ def test_one_worker_under_a_scaler_is_the_bare_optimizer_bit_for_bit(name: str) 
     assert same(flat(model), flat(bare_model))
 
 
-def test_an_overflow_in_the_first_step_makes_no_scheduler_warn_and_no_checkpoint_fail() -> None:
+def test_R008_R010_an_overflow_in_the_first_step_lets_no_scheduler_warn_and_no_save_fail() -> None:
     model = mlp()
     wrapped = ConsensusOptimizer(SGD(model.parameters(), lr=0.1, momentum=0.9), local_sgd(1))
     scheduler = lr_scheduler.StepLR(wrapped, step_size=1, gamma=0.5)

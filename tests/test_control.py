@@ -402,7 +402,7 @@ def at_the_threshold(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_r128_at_a_threshold_equal_to_the_measurement_all_ranks_decide_alike() -> None:
+def test_R128_at_a_threshold_equal_to_the_measurement_all_ranks_decide_alike() -> None:
     ranks = run_ranks(4, at_the_threshold)
     assert all(found == ranks[0] for found in ranks)
     assert ranks[0]["upper"] > 0

@@ -52,7 +52,7 @@ def train_until_rank_1_fails(rank: int, name: str, how: str) -> tuple[tuple[int,
 
 
 @pytest.mark.parametrize("how", ["kill", "stop", "raise", "sleep"])
-def test_a_rank_that_does_not_answer_is_named_by_all_others_in_time(how: str) -> None:
+def test_R038_R094_a_rank_that_does_not_answer_is_named_by_all_others_in_time(how: str) -> None:
     def run(name: str) -> list[Any]:
         # Noticed within the timeout, agreed on within another one.
         limit = 2 * TIMEOUT + SPARE

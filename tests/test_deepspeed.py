@@ -345,7 +345,7 @@ def test_ranks_with_other_models_all_hear_of_it(four: Reports) -> None:
 
 
 @engine
-def test_r143_stage_3_moves_its_own_pieces_and_needs_no_gathered_weights(four: Reports) -> None:
+def test_R143_stage_3_moves_its_own_pieces_and_needs_no_gathered_weights(four: Reports) -> None:
     own = stacked(4, gossip_sgd("ring"), "bf16", 2)[-1]
     close(rows(four, "r143", "masters"), own.mean(0).expand(4, -1))
     for report in four:
@@ -354,7 +354,7 @@ def test_r143_stage_3_moves_its_own_pieces_and_needs_no_gathered_weights(four: R
 
 
 @engine
-def test_r144_zero_takes_torchs_optimizers_and_asks_about_others(four: Reports) -> None:
+def test_R144_zero_takes_torchs_optimizers_and_asks_about_others(four: Reports) -> None:
     expected = stacked(4, gossip_sgd("ring"), steps=2)[-1]
     assert torch.equal(rows(four, "r144", "torch's own"), expected)
     for report in four:
@@ -363,7 +363,7 @@ def test_r144_zero_takes_torchs_optimizers_and_asks_about_others(four: Reports) 
 
 
 @engine
-def test_r146_a_scheduler_of_another_optimizer_is_refused_with_advice(four: Reports) -> None:
+def test_R146_a_scheduler_of_another_optimizer_is_refused_with_advice(four: Reports) -> None:
     for report in four:
         kind, text = report["r146"]["refused"]
         assert kind == "ValueError"
@@ -387,7 +387,7 @@ def test_a_resumed_run_has_the_same_bits(four: Reports, name: str) -> None:
 
 @engine
 @pytest.mark.parametrize("name", RESUMED)
-def test_r147_saved_at_4_loads_at_2_and_at_1(
+def test_R147_saved_at_4_loads_at_2_and_at_1(
     four: Reports, two: Reports, one: Reports, name: str
 ) -> None:
     for reports in (two, one):
@@ -398,7 +398,7 @@ def test_r147_saved_at_4_loads_at_2_and_at_1(
 
 
 @engine
-def test_r148_client_state_and_the_state_of_consensus_do_not_meet(four: Reports) -> None:
+def test_R148_client_state_and_the_state_of_consensus_do_not_meet(four: Reports) -> None:
     for report in four:
         for name in RESUMED:
             assert report["saves"][name]["client"] == {"epoch": 7, "best": [0.5]}
@@ -417,7 +417,7 @@ def test_a_checkpoint_without_consensus_starts_all_workers_alike(four: Reports) 
 
 
 @engine
-def test_r150_only_the_end_of_an_accumulation_counts(four: Reports) -> None:
+def test_R150_only_the_end_of_an_accumulation_counts(four: Reports) -> None:
     boundaries = [[0, False]] * 3 + [[1, True]] + [[1, False]] * 3 + [[2, True]]
     own = rows(four, "r150", "weights")
     assert torch.equal(own, own[:1].expand_as(own))
@@ -429,7 +429,7 @@ def test_r150_only_the_end_of_an_accumulation_counts(four: Reports) -> None:
 
 
 @engine
-def test_r151_the_launcher_without_a_gpu_gives_gloo(four: Reports) -> None:
+def test_R151_the_launcher_without_a_gpu_gives_gloo(four: Reports) -> None:
     for report in four:
         assert report["r151"] == {
             "backend": "gloo",
@@ -441,7 +441,7 @@ def test_r151_the_launcher_without_a_gpu_gives_gloo(four: Reports) -> None:
 
 
 @engine
-def test_r152_bf16_at_stage_1_with_a_client_optimizer(four: Reports) -> None:
+def test_R152_bf16_at_stage_1_with_a_client_optimizer(four: Reports) -> None:
     expected = stacked(4, gossip_sgd("ring"), "bf16")[-1]
     assert torch.equal(rows(four, "trajectories", "1-bf16", "path", -1), expected)
     assert torch.equal(rows(four, "accumulates_bf16_in_fp32", "path", -1), expected)
@@ -455,7 +455,7 @@ def test_r152_bf16_at_stage_1_with_a_client_optimizer(four: Reports) -> None:
 
 @engine
 @pytest.mark.parametrize("stage", range(4))
-def test_r154_an_overflow_on_one_rank_skips_its_step_and_not_the_round(
+def test_R154_an_overflow_on_one_rank_skips_its_step_and_not_the_round(
     four: Reports, stage: int
 ) -> None:
     model = mlp().half()
@@ -482,7 +482,7 @@ def test_r154_an_overflow_on_one_rank_skips_its_step_and_not_the_round(
 
 @engine
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_r155_the_masters_are_averaged_and_the_next_step_keeps_it(
+def test_R155_the_masters_are_averaged_and_the_next_step_keeps_it(
     four: Reports, dtype: str
 ) -> None:
     path = stacked(4, local_sgd(2), dtype)

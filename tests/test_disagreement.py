@@ -77,7 +77,7 @@ DIFFERENCES = {
 }
 
 
-def test_an_argument_that_differs_is_named_on_every_rank() -> None:
+def test_R039_R075_an_argument_that_differs_is_named_on_every_rank() -> None:
     outcomes = run_ranks(4, construct_all, 2)
     for difference, named in DIFFERENCES.items():
         texts = [outcome[difference] for outcome in outcomes]
@@ -134,7 +134,7 @@ def step_apart(rank: int, name: str, what: str) -> str:
         ("one_peer", "add_param_group"),
     ],
 )
-def test_a_rank_that_goes_its_own_way_is_an_error_everywhere(name: str, what: str) -> None:
+def test_R039_a_rank_that_goes_its_own_way_is_an_error_everywhere(name: str, what: str) -> None:
     texts = run_ranks(4, step_apart, name, what)
     if name == "local_sgd":
         assert all(text.startswith("RankMismatchError") for text in texts)
@@ -161,6 +161,6 @@ def join_later(rank: int, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_group_that_is_added_on_all_ranks_joins(name: str) -> None:
+def test_R116_a_group_that_is_added_on_all_ranks_joins(name: str) -> None:
     outcomes = run_ranks(3, join_later, name)
     assert all(same(models, outcomes[0]) for models in outcomes)

@@ -32,7 +32,7 @@ def start(monkeypatch: pytest.MonkeyPatch, launcher: str, rank: int, size: int) 
 
 
 @pytest.mark.parametrize("launcher", VARIABLES)
-def test_rank_and_size_are_read_from_each_launchers_variables(
+def test_R047_rank_and_size_are_read_from_each_launchers_variables(
     monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     start(monkeypatch, launcher, 3, 8)

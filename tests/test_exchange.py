@@ -106,7 +106,7 @@ def largest_live_bytes(rank: int) -> dict[str, tuple[int, int]]:
     return results
 
 
-def test_averaging_takes_no_second_model_and_dppf_takes_one() -> None:
+def test_R060_averaging_takes_no_second_model_and_dppf_takes_one() -> None:
     for outcome in run_ranks(2, largest_live_bytes):
         for name in ("local_sgd", "ring", "one_peer"):
             assert max(outcome[name]) < MODEL_BYTES / 4, name

@@ -140,7 +140,7 @@ def mixing_rule(rule: str, n: int) -> tuple[Method, np.ndarray[Any, Any]]:
 
 @settings(max_examples=100, deadline=None)
 @given(MODELS, st.integers(1, 6), st.sampled_from(RULES), st.booleans())
-def test_each_element_is_mixed_once_with_its_weights_and_its_mean_is_kept(
+def test_R088_R123_R124_R127_each_element_is_mixed_once_with_its_weights_and_its_mean_is_kept(
     kinds: list[Kind], n: int, rule: str, tied: bool
 ) -> None:
     method, weights = mixing_rule(rule, n)
@@ -207,7 +207,7 @@ def averaged_once(model: nn.Module) -> ConsensusOptimizer:
     return optimizer
 
 
-def test_parameters_become_views_of_one_buffer_and_keep_their_memory_format() -> None:
+def test_R122_parameters_become_views_of_one_buffer_and_keep_their_memory_format() -> None:
     model = conv_net().to(memory_format=torch.channels_last)
     values = copy.deepcopy(model.state_dict())
     averaged_once(model)
@@ -264,7 +264,7 @@ def test_a_copy_of_a_flattened_optimizer_is_about_one_model(how: str) -> None:
     assert sum(storage.nbytes() for storage in storages.values()) == size
 
 
-def test_a_round_leaves_no_autograd_history_and_gradients_stay_where_they_are() -> None:
+def test_R059_a_round_leaves_no_autograd_history_and_gradients_stay_where_they_are() -> None:
     model = conv_net()
     optimizer = ConsensusOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), local_sgd(1), broadcast=False

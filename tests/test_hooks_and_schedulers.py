@@ -68,7 +68,7 @@ def rates(name: str, when: str) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_runs_as_on_the_bare_optimizer_and_without_a_warning(
+def test_R099_a_scheduler_runs_as_on_the_bare_optimizer_and_without_a_warning(
     name: str, when: str
 ) -> None:
     with warnings.catch_warnings():
@@ -96,11 +96,11 @@ def rates_after_loading(make: Callable[[Optimizer], Optimizer]) -> list[float]:
     return sequence
 
 
-def test_a_scheduler_made_after_loading_continues_as_on_the_bare_optimizer() -> None:
+def test_R115_a_scheduler_made_after_loading_continues_as_on_the_bare_optimizer() -> None:
     assert rates_after_loading(wrap) == rates_after_loading(lambda optimizer: optimizer)
 
 
-def test_step_hooks_of_wrapper_and_inner_fire_once_a_step_and_in_their_order() -> None:
+def test_R100_step_hooks_of_wrapper_and_inner_fire_once_a_step_and_in_their_order() -> None:
     model = mlp()
     inner = sgd(model)
     wrapped = wrap(inner)
@@ -122,7 +122,9 @@ def test_step_hooks_of_wrapper_and_inner_fire_once_a_step_and_in_their_order() -
     assert fired == once * 2
 
 
-def test_a_post_hook_of_the_wrapper_sees_mixed_parameters_and_one_of_the_inner_does_not() -> None:
+def test_R120_a_post_hook_of_the_wrapper_sees_mixed_parameters_and_one_of_the_inner_does_not() -> (
+    None
+):
     rows = random_rows(4, 5)
     parameter, wrapped = stacked(rows, local_sgd(1))
     seen = {}
@@ -133,7 +135,7 @@ def test_a_post_hook_of_the_wrapper_sees_mixed_parameters_and_one_of_the_inner_d
     torch.testing.assert_close(seen["wrapper"], rows.mean(0).expand(4, 5))
 
 
-def test_state_dict_hooks_fire_once_and_may_replace_the_state() -> None:
+def test_R100_state_dict_hooks_fire_once_and_may_replace_the_state() -> None:
     wrapped = wrap(sgd(mlp()))
     fired: list[str] = []
 
@@ -148,7 +150,7 @@ def test_state_dict_hooks_fire_once_and_may_replace_the_state() -> None:
     assert fired == ["pre", "inner post", "post"]
 
 
-def test_load_state_dict_hooks_fire_once_and_leave_the_callers_dict_alone() -> None:
+def test_R100_load_state_dict_hooks_fire_once_and_leave_the_callers_dict_alone() -> None:
     wrapped = wrap(sgd(mlp()))
     saved = {**wrapped.state_dict(), "mine": 7}
     fired: list[str] = []
@@ -173,7 +175,7 @@ def test_a_load_hook_may_hand_over_another_state() -> None:
     assert wrapped.param_groups[0]["lr"] == 0.7
 
 
-def test_a_compiled_step_gives_the_same_bits_with_few_compilations() -> None:
+def test_R118_a_compiled_step_gives_the_same_bits_with_few_compilations() -> None:
     compilations: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -118,7 +118,7 @@ def test_a_process_set_is_a_world_of_its_own(kind: str, n: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "n"), FOUR)
-def test_gradients_meet_inside_nodes_and_models_across(kind: str, n: int) -> None:
+def test_R076_gradients_meet_inside_nodes_and_models_across(kind: str, n: int) -> None:
     for result in found("gradients_inside_nodes_and_models_across", kind, n):
         for did in result["did"]:
             torch.testing.assert_close(did, result["should"], rtol=1e-5, atol=1e-6)
@@ -154,7 +154,7 @@ def test_arguments_in_horovods_order_are_accepted() -> None:
     follows_by_hand(found("accepted_arguments"))
 
 
-def test_synchronize_before_clipping_leaves_the_gradients_local() -> None:
+def test_R011_synchronize_before_clipping_leaves_the_gradients_local() -> None:
     follows_by_hand(found("synchronize_before_clipping"))
 
 
@@ -203,34 +203,34 @@ def test_without_horovod_the_import_says_how_to_install_it() -> None:
 
 
 @pytest.mark.parametrize(("kind", "n"), FOUR)
-def test_r014_a_loss_that_fills_the_other_nets_gradients_leaves_it_untouched(
+def test_R014_a_loss_that_fills_the_other_nets_gradients_leaves_it_untouched(
     kind: str, n: int
 ) -> None:
     for result in found("r014", kind, n):
         assert result == {"B has gradients": True, "A moved": True, "B is untouched": True}
 
 
-def test_r015_two_optimizers_over_overlapping_parameters_take_turns() -> None:
+def test_R015_two_optimizers_over_overlapping_parameters_take_turns() -> None:
     follows_by_hand(found("r015"))
 
 
-def test_r016_two_groups_without_names_are_averaged() -> None:
+def test_R016_two_groups_without_names_are_averaged() -> None:
     follows_by_hand(found("r016"))
 
 
-def test_r018_gradients_of_an_unfinished_accumulation_go_on_in_the_next_epoch() -> None:
+def test_R018_gradients_of_an_unfinished_accumulation_go_on_in_the_next_epoch() -> None:
     results = found("r018")
     follows_by_hand(results)
     for result in results:
         assert (result["passes"], result["rounds"]) == (15, 15 // 2 // 2)
 
 
-def test_r019_a_dropped_batch_leaves_no_trace() -> None:
+def test_R019_a_dropped_batch_leaves_no_trace() -> None:
     follows_by_hand(found("r019"))
 
 
 @pytest.mark.parametrize(("kind", "n"), EVERYWHERE)
-def test_r020_the_wrapper_counts_and_communicates_each_third_step(kind: str, n: int) -> None:
+def test_R020_the_wrapper_counts_and_communicates_each_third_step(kind: str, n: int) -> None:
     peers = {2: 1, 4: 2}[n]
     for result in found("r020", kind, n):
         assert result["steps"] == [3, 6]
@@ -238,7 +238,7 @@ def test_r020_the_wrapper_counts_and_communicates_each_third_step(kind: str, n: 
 
 
 @pytest.mark.parametrize(("kind", "n"), FOUR)
-def test_r022_state_of_plain_types_is_shared_as_it_is(kind: str, n: int) -> None:
+def test_R022_state_of_plain_types_is_shared_as_it_is(kind: str, n: int) -> None:
     expected = {"count": 2, "odd": False, "nothing": None, "share": 0.0}
     for result in found("r022", kind, n):
         assert result["last"]
@@ -247,7 +247,7 @@ def test_r022_state_of_plain_types_is_shared_as_it_is(kind: str, n: int) -> None
         assert types == [type(value) for value in expected.values()]
 
 
-def test_r023_sgd_without_momentum_has_no_state_to_share_and_works() -> None:
+def test_R023_sgd_without_momentum_has_no_state_to_share_and_works() -> None:
     results = found("r023")
     follows_by_hand(results)
     for result in results:
@@ -255,55 +255,55 @@ def test_r023_sgd_without_momentum_has_no_state_to_share_and_works() -> None:
         assert result["state"] == 0
 
 
-def test_r024_options_that_are_none_stay_none() -> None:
+def test_R024_options_that_are_none_stay_none() -> None:
     for result in found("r024"):
         assert result["after"] == result["before"]
         assert result["after"]["foreach"] is None
 
 
 @pytest.mark.parametrize(("kind", "n"), [(GLOO, 2), (GLOO, 4)])
-def test_r026_sharing_from_rank_1_gives_all_its_values(kind: str, n: int) -> None:
+def test_R026_sharing_from_rank_1_gives_all_its_values(kind: str, n: int) -> None:
     results = found("r026", kind, n)
     for result in results:
         assert result["now"] == results[1]["given"]
         assert result["model"]
 
 
-def test_r027_a_frozen_backbone_is_untouched() -> None:
+def test_R027_a_frozen_backbone_is_untouched() -> None:
     results = found("r027")
     follows_by_hand(results)
     assert all(result["frozen"] for result in results)
 
 
-def test_r028_a_branch_used_on_one_rank_only_is_averaged_on_all() -> None:
+def test_R028_a_branch_used_on_one_rank_only_is_averaged_on_all() -> None:
     follows_by_hand(found("r028"))
 
 
-def test_r030_an_optimizer_with_required_arguments_is_wrapped_as_it_is() -> None:
+def test_R030_an_optimizer_with_required_arguments_is_wrapped_as_it_is() -> None:
     results = found("r030")
     follows_by_hand(results)
     assert all(result["same"] for result in results)
 
 
-def test_r031_a_helper_that_owns_an_optimizer_says_what_it_lacks() -> None:
+def test_R031_a_helper_that_owns_an_optimizer_says_what_it_lacks() -> None:
     results = found("r031")
     follows_by_hand(results)
     for result in results:
         assert "Noam and lacks param_groups, state_dict, load_state_dict" in result["text"]
 
 
-def test_r032_a_subclass_may_override_step() -> None:
+def test_R032_a_subclass_may_override_step() -> None:
     results = found("r032")
     follows_by_hand(results)
     for result in results:
         assert (result["uncounted"], result["calls"]) == (0, 7)
 
 
-def test_r034_one_process_has_the_same_interface_under_the_launcher() -> None:
+def test_R034_one_process_has_the_same_interface_under_the_launcher() -> None:
     _is_the_inner_optimizer_alone(*found("r034", GLOO, 1))
 
 
-def test_r034_one_process_has_the_same_interface_without_a_launcher(tmp_path: Path) -> None:
+def test_R034_one_process_has_the_same_interface_without_a_launcher(tmp_path: Path) -> None:
     code = (
         "import pickle, sys, consensus_opt.integrations.horovod as hvd;"
         "hvd.init(); from tests.horovod_worker import r034;"

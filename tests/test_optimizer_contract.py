@@ -72,7 +72,7 @@ def test_no_optimizer_of_torch_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_worker_is_the_inner_optimizer_bit_for_bit(name: str) -> None:
+def test_R091_one_worker_is_the_inner_optimizer_bit_for_bit(name: str) -> None:
     bare_model, model = model_for(name), model_for(name)
     bare = OPTIMIZERS[name](bare_model.parameters())
     wrapped = wrap(OPTIMIZERS[name](model.parameters()))
@@ -85,7 +85,7 @@ def test_one_worker_is_the_inner_optimizer_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_saved_state_continues_with_the_same_bits(name: str) -> None:
+def test_R112_a_saved_state_continues_with_the_same_bits(name: str) -> None:
     model = model_for(name)
     wrapped = wrap(OPTIMIZERS[name](model.parameters()))
     train(model, wrapped, range(3))
@@ -115,7 +115,7 @@ def train_two_ranks(rank: int) -> dict[str, Tensor]:
     return results
 
 
-def test_two_ranks_take_the_inner_optimizers_steps_and_average_every_second_one() -> None:
+def test_R108_two_ranks_take_the_inner_optimizers_steps_and_average_every_second_one() -> None:
     results = run_ranks(2, train_two_ranks)
     for name, make in OPTIMIZERS.items():
         models = [model_for(name), model_for(name)]
@@ -130,7 +130,7 @@ def test_two_ranks_take_the_inner_optimizers_steps_and_average_every_second_one(
 
 
 @pytest.mark.parametrize("call", ["positional", "keyword", "none", "absent"])
-def test_a_closure_is_handed_on_and_its_loss_comes_back(call: str) -> None:
+def test_R106_a_closure_is_handed_on_and_its_loss_comes_back(call: str) -> None:
     model = mlp()
     wrapped = wrap(optim.SGD(model.parameters(), lr=0.1))
     calls: list[int] = []
@@ -155,7 +155,7 @@ def test_a_closure_is_handed_on_and_its_loss_comes_back(call: str) -> None:
     assert wrapped.clock == 1
 
 
-def test_a_closure_that_is_called_often_is_one_step() -> None:
+def test_R107_R108_a_closure_that_is_called_often_is_one_step() -> None:
     rows = random_rows(4, 5)
     parameter = nn.Parameter(rows.clone())
     calls: list[int] = []
@@ -176,7 +176,7 @@ def test_a_closure_that_is_called_often_is_one_step() -> None:
     assert (wrapped.clock, wrapped.rounds) == (1, 1)
 
 
-def test_three_parameter_groups_are_averaged_three_times_in_twelve_steps() -> None:
+def test_R050_three_parameter_groups_are_averaged_three_times_in_twelve_steps() -> None:
     parameters = [nn.Parameter(random_rows(4, 5, seed)) for seed in range(3)]
     groups: list[dict[str, Any]] = [{"params": [p], "lr": 0.1} for p in parameters]
     wrapped = ConsensusOptimizer(optim.SGD(groups), local_sgd(4), transport=StackedTransport(4))
@@ -187,7 +187,7 @@ def test_three_parameter_groups_are_averaged_three_times_in_twelve_steps() -> No
 
 @pytest.mark.parametrize("argument", ["positional", "keyword"])
 @pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_is_handed_on(argument: str, to_none: bool) -> None:
+def test_R096_zero_grad_is_handed_on(argument: str, to_none: bool) -> None:
     model = mlp()
     wrapped = wrap(optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, 0, 0).backward()
@@ -199,7 +199,9 @@ def test_zero_grad_is_handed_on(argument: str, to_none: bool) -> None:
     assert wrapped.clock == 0
 
 
-def test_groups_state_and_defaults_are_the_inner_optimizers_own_before_and_after_a_load() -> None:
+def test_R104_groups_state_and_defaults_are_the_inner_optimizers_own_before_and_after_a_load() -> (
+    None
+):
     model = mlp()
     inner = optim.Adam(model.parameters(), lr=0.01)
     wrapped = wrap(inner)
@@ -214,7 +216,7 @@ def test_groups_state_and_defaults_are_the_inner_optimizers_own_before_and_after
     assert wrapped.param_groups is inner.param_groups
 
 
-def test_a_group_that_is_added_joins_the_inner_optimizer_and_the_average() -> None:
+def test_R116_a_group_that_is_added_joins_the_inner_optimizer_and_the_average() -> None:
     parameter, wrapped = stacked(random_rows(4, 5), local_sgd(1), lr=0.1)
     more = nn.Parameter(random_rows(4, 3, seed=1))
     means = [rows.detach().mean(0) for rows in (parameter, more)]
@@ -228,7 +230,7 @@ def test_a_group_that_is_added_joins_the_inner_optimizer_and_the_average() -> No
         torch.testing.assert_close(rows.detach(), mean.expand_as(rows))
 
 
-def test_the_key_set_of_a_state_dict_is_the_same_before_and_after_a_round() -> None:
+def test_R114_the_key_set_of_a_state_dict_is_the_same_before_and_after_a_round() -> None:
     _, wrapped = stacked(random_rows(4, 5), local_sgd(2), lr=0.1)
     before = set(wrapped.state_dict()["consensus"])
     for _ in range(2):
@@ -236,7 +238,7 @@ def test_the_key_set_of_a_state_dict_is_the_same_before_and_after_a_round() -> N
     assert set(wrapped.state_dict()["consensus"]) == before
 
 
-def test_a_checkpoint_of_the_bare_optimizer_loads_with_a_warning() -> None:
+def test_R052_a_checkpoint_of_the_bare_optimizer_loads_with_a_warning() -> None:
     bare_model, model = mlp(), mlp()
     bare = optim.Adam(bare_model.parameters(), lr=0.05)
     train(bare_model, bare, range(2))
@@ -263,7 +265,7 @@ def copies(things: Any, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_goes_on_with_the_same_bits(how: str) -> None:
+def test_R102_a_copy_goes_on_with_the_same_bits(how: str) -> None:
     model = mlp()
     wrapped = wrap(optim.Adam(model.parameters(), lr=0.01))
     train(model, wrapped, range(3))
@@ -313,7 +315,7 @@ class Plain:
         assert state == {"kind": "plain"}
 
 
-def test_an_optimizer_by_its_looks_works_and_equals_sgd() -> None:
+def test_R031_an_optimizer_by_its_looks_works_and_equals_sgd() -> None:
     plain_model, model = mlp(), mlp()
     wrapped = wrap(Plain(plain_model.parameters()))  # type: ignore[arg-type]
     train(plain_model, wrapped, range(4))
@@ -324,7 +326,7 @@ def test_an_optimizer_by_its_looks_works_and_equals_sgd() -> None:
     assert wrapped.defaults == {}
 
 
-def test_a_subclass_can_extend_the_step() -> None:
+def test_R032_a_subclass_can_extend_the_step() -> None:
     class Clipped(ConsensusOptimizer):
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             nn.utils.clip_grad_value_([p for g in self.param_groups for p in g["params"]], 0.0)

@@ -53,7 +53,7 @@ def start(rank: int, share: bool) -> tuple[State, State]:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_training_starts_from_rank_0_or_from_each_ranks_own(share: bool) -> None:
+def test_R066_training_starts_from_rank_0_or_from_each_ranks_own(share: bool) -> None:
     outcomes = run_ranks(4, start, share)
     for own, now in outcomes:
         assert same(now, outcomes[0][0] if share else own)
@@ -83,7 +83,7 @@ def evaluate_mean(rank: int) -> dict[str, Any]:
     return seen
 
 
-def test_the_mean_model_is_put_in_place_and_every_bit_is_restored() -> None:
+def test_R067_R140_the_mean_model_is_put_in_place_and_every_bit_is_restored() -> None:
     outcomes = run_ranks(4, evaluate_mean)
     names = [name for name, value in outcomes[0]["before"].items() if value.is_floating_point()]
     means = {n: torch.stack([o["before"][n] for o in outcomes]).mean(0) for n in names}
@@ -127,7 +127,7 @@ def train_with_own_collectives(rank: int) -> tuple[Tensor, list[float]]:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_ranks_have_the_same_bits_after_a_complete_average(n: int) -> None:
+def test_R051_R054_all_ranks_have_the_same_bits_after_a_complete_average(n: int) -> None:
     outcomes = run_ranks(n, train_with_own_collectives)
     for parameters, sums in outcomes:
         assert same(parameters, outcomes[0][0])
@@ -149,7 +149,7 @@ def train_subgroup(rank: int) -> tuple[Tensor, Tensor, int]:
     return flat(model), total, size
 
 
-def test_a_subgroup_averages_among_itself_alone() -> None:
+def test_R156_a_subgroup_averages_among_itself_alone() -> None:
     outcomes = run_ranks(4, train_subgroup)
     assert [size for *_, size in outcomes] == [1, 2, 1, 2]
     assert same(outcomes[1][0], outcomes[3][0])
@@ -176,7 +176,7 @@ def train_gan(rank: int) -> list[Tensor]:
     return [flat(generator), flat(judge)]
 
 
-def test_two_optimizers_in_one_process_do_not_touch_each_others_parameters() -> None:
+def test_R055_R014_two_optimizers_in_one_process_do_not_touch_each_others_parameters() -> None:
     outcomes = run_ranks(3, train_gan)
     for models in outcomes:
         assert same(models[0], outcomes[0][0])
@@ -231,7 +231,7 @@ def mix_once(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_a_round_is_the_numpy_mixing_of_the_ranks(dtype: torch.dtype) -> None:
+def test_R090_a_round_is_the_numpy_mixing_of_the_ranks(dtype: torch.dtype) -> None:
     outcomes = run_ranks(4, mix_once, dtype)
     rows = random_rows(4, WIDTH, dtype=dtype).double()
     tolerance = 1e-14 if dtype == torch.float64 else 2e-3

@@ -75,7 +75,7 @@ def whole() -> list[dict[str, tuple[Tensor, list[bytes]]]]:
 
 
 @pytest.mark.parametrize("stops", [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]], ids=str)
-def test_a_run_that_was_stopped_at_any_step_ends_with_the_same_bits(
+def test_R052_R064_a_run_that_was_stopped_at_any_step_ends_with_the_same_bits(
     whole: list[dict[str, tuple[Tensor, list[bytes]]]], stops: list[int]
 ) -> None:
     outcomes = run_ranks(RANKS, resume_each, whole, stops)
@@ -104,7 +104,7 @@ def load_later_on_rank_1(rank: int, name: str, ranks: list[dict[str, Any]]) -> t
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "one_peer"])
-def test_a_rank_that_restarts_from_an_older_state_joins_the_others(
+def test_R062_R063_a_rank_that_restarts_from_an_older_state_joins_the_others(
     whole: list[dict[str, tuple[Tensor, list[bytes]]]], name: str
 ) -> None:
     outcomes = run_ranks(RANKS, load_later_on_rank_1, name, whole)

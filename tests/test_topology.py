@@ -78,7 +78,7 @@ def peers(matrix: MixingMatrix, rank: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("topology", "n"), EVERY_CASE, ids=str)
-def test_every_phase_is_doubly_stochastic_and_keeps_a_part_of_its_own(
+def test_R082_R083_every_phase_is_doubly_stochastic_and_keeps_a_part_of_its_own(
     topology: Topology, n: int
 ) -> None:
     for matrix in matrices(topology, n):
@@ -91,7 +91,7 @@ def test_every_phase_is_doubly_stochastic_and_keeps_a_part_of_its_own(
 
 
 @pytest.mark.parametrize(("topology", "n"), EVERY_CASE, ids=str)
-def test_sends_and_receives_rebuild_the_matrix_and_match_each_other(
+def test_R075_R084_sends_and_receives_rebuild_the_matrix_and_match_each_other(
     topology: Topology, n: int
 ) -> None:
     for matrix in matrices(topology, n):
