@@ -87,6 +87,7 @@ class Rounds:
         self._memory: Memory = {}
         self._gradients: GradientMeter | None = None
         self._carried: dict[str, Any] = {}
+        self._workers: int | None = None
 
     def connect(self, transport: Transport) -> None:
         """Use this transport from now on.
@@ -97,10 +98,17 @@ class Rounds:
         self.method.average.validate(transport.size)
         self.method.control.validate(self.total_steps)
         self.transport, self._met = transport, False
+        self._count(transport.size)
         if self.method.control.uses_gradients and transport.size > 1:
             measured = self._measured_gradients()
             self._gradients = GradientMeter(transport.batch)
             self._gradients.load_state_dict(measured)
+
+    def _count(self, workers: int | None) -> None:
+        """Go on with so many workers, anew in what was shared with another number of them."""
+        if None not in (workers, self._workers) and workers != self._workers:
+            self.restart()
+        self._workers = self._workers if workers is None else workers
 
     def restart(self) -> None:
         """Forget what only the workers so far share: the phase and the control's memory."""
@@ -370,6 +378,7 @@ class Rounds:
             "exchanges": self.exchanges,
             "next_round": self._next,
             "timing": repr(self.method.timing),
+            "workers": self._workers,
             "control": dict(self._memory),
             "gradients": self._measured_gradients(),
         }
@@ -379,6 +388,8 @@ class Rounds:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; another timing starts anew from the saved clock.
+
+        With another number of workers the phase of a topology and the control's memory start anew.
 
         Raises:
             ValueError: If a newer release wrote the state.
@@ -397,6 +408,8 @@ class Rounds:
         if self._gradients is not None:
             self._gradients.load_state_dict(self._carried)
         self._met = False
+        size, self._workers = self._workers, state.get("workers")
+        self._count(size)
 
 
 def _is_real_valued(tensor: Tensor) -> bool:

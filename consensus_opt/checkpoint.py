@@ -1,0 +1,275 @@
+"""Files: one averaged model to ship, and one consistent state of all workers to resume from.
+
+::
+
+    FOLDER/step-00001200/worker-0-of-4.pt    this worker's model, optimizer and extra
+    FOLDER/step-00001200/mean.pt             the state dict of the mean model
+    FOLDER/step-00001200/complete.json       written when all files of all workers are
+
+Each file is written under a temporary name, flushed to the disk and then renamed, so that a process
+that dies leaves no half file under a final name; and what a state is without its ``complete.json``
+is not loaded. The folder may lie on a disk that all workers share, or on each node's own.
+
+The functions are collective: call them on all ranks. When they return, all ranks are done.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consensus_opt.optimizer import ConsensusOptimizer
+from consensus_opt.transport import Transport
+
+_COMPLETE = "complete.json"
+_MEAN = "mean.pt"
+
+
+def save(
+    folder: str | Path, model: nn.Module, optimizer: ConsensusOptimizer, extra: Any = None
+) -> Path:
+    """Save the state of all workers at this step, and the mean model.
+
+    Args:
+        folder: Where states are kept, each in a folder of its own, ``step-CLOCK``.
+        model: The module that is trained.
+        optimizer: Its optimizer.
+        extra: What this worker needs beside them: tensors and plain types.
+
+    Returns:
+        The folder of this state.
+
+    Raises:
+        TypeError: If ``extra`` holds other objects.
+        RuntimeError: On every rank, if one could not write; chained to its own error on that rank.
+    """
+    _check_extra(extra)
+    transport = optimizer.transport
+    with optimizer.averaged():
+        state = Path(folder) / f"step-{optimizer.clock:08d}"
+        with _together(transport, f"prepare {state}"):
+            state.mkdir(parents=True, exist_ok=True)
+            (state / _COMPLETE).unlink(missing_ok=True)
+        _write_model(state / _MEAN, model, transport)
+    with _together(transport, f"write {state}"):
+        worker = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
+        _write(state / _name(transport.rank, _files(transport)), compact(worker))
+    with _together(transport, f"complete {state}"):
+        text = json.dumps({"workers": _files(transport), "clock": optimizer.clock}).encode()
+        _replace(state / _COMPLETE, lambda file: file.write(text))
+    return state
+
+
+def load(
+    folder: str | Path, model: nn.Module, optimizer: ConsensusOptimizer, step: int | None = None
+) -> Any:
+    """Load the latest complete state, or that of a step, and return this worker's ``extra``.
+
+    With as many workers as saved it, each gets its own state, and training continues with the same
+    bits. With another number, n instead of n', every worker starts from the mean model, and worker
+    m takes the optimizer state and the ``extra`` of worker ``m mod n'``; the clock continues, the
+    cycle of a time-varying topology and the control's memory start anew.
+
+    Args:
+        folder: What was given to :func:`save`.
+        model: The module, built as for the run that saved.
+        optimizer: Its optimizer.
+        step: The clock of the state to load.
+
+    Raises:
+        FileNotFoundError: On every rank, if one of them has no complete state (of that step).
+    """
+    transport = optimizer.transport
+    chosen = _agree(Path(folder), transport, step)
+    state = Path(folder) / f"step-{chosen:08d}"
+    with _together(transport, f"load {state}"):
+        saved = json.loads((state / _COMPLETE).read_text())["workers"]
+        worker = _read(state / _name(transport.rank % saved, saved))
+        other = saved != _files(transport)
+        model.load_state_dict(_read(state / _MEAN) if other else worker["model"])
+        optimizer.load_state_dict(worker["optimizer"])
+    return worker["extra"]
+
+
+def latest(folder: str | Path) -> int | None:
+    """Return the step of the latest complete state that this rank sees, or None; not collective."""
+    names = [path.parent.name for path in Path(folder).glob(f"step-*/{_COMPLETE}")]
+    return max((int(name.removeprefix("step-")) for name in names), default=None)
+
+
+def save_mean(path: str | Path, model: nn.Module, optimizer: ConsensusOptimizer) -> None:
+    """Save the state dict of the mean model in one file, which rank 0 writes.
+
+    Raises:
+        RuntimeError: On every rank, if rank 0 could not write.
+    """
+    with optimizer.averaged():
+        _write_model(Path(path), model, optimizer.transport)
+
+
+def compact(state: Any) -> Any:
+    """Return a structure of dicts, lists and tensors whose tensors hold no memory beside their own.
+
+    ``torch.save`` writes the whole memory that a tensor is a view of, and parameters are views of
+    one flat buffer: saving a *part* of a model writes all of it. Where the tensors given fill their
+    memory they are returned as they are; where not, they are cloned, shared ones once.
+    """
+    used: dict[int, dict[tuple[Any, ...], int]] = {}
+    for tensor in _tensors(state):
+        used.setdefault(_storage(tensor), {})[_place(tensor)] = tensor.numel() * tensor.itemsize
+    clones: dict[tuple[Any, ...], Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or sum(used[_storage(tensor)].values()) >= (
+            tensor.untyped_storage().nbytes()
+        ):
+            return tensor
+        key = (_storage(tensor), *_place(tensor))
+        if key not in clones:
+            clones[key] = tensor.detach().clone(memory_format=torch.preserve_format)
+        return clones[key]
+
+    return _map(state, own)
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def _files(transport: Transport) -> int:
+    """Return how many processes hold the workers."""
+    return 1 if transport.batch else transport.size
+
+
+def _agree(folder: Path, transport: Transport, step: int | None) -> int:
+    """Return the newest state that all ranks have."""
+    own = latest(folder) if step is None else _existing(folder, step)
+    found = torch.tensor([-1.0 if own is None else own], dtype=torch.float64)
+    steps = [int(value) for value in transport.gather(found.repeat(*transport.batch, 1)).flatten()]
+    chosen = min(steps)
+    if chosen < 0:
+        what = "no complete state" if step is None else f"no complete state of step {step}"
+        raise FileNotFoundError(
+            f"rank {steps.index(chosen)} finds {what} in {folder}; give the folder that was given "
+            "to consensus_opt.checkpoint.save, on a disk that every rank sees"
+        )
+    return chosen
+
+
+def _existing(folder: Path, step: int) -> int | None:
+    return step if (folder / f"step-{step:08d}" / _COMPLETE).exists() else None
+
+
+@contextmanager
+def _together(transport: Transport, what: str) -> Iterator[None]:
+    """Leave when all ranks have run the block; if one could not, raise on all of them."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:
+        error = own
+    failed = torch.full((*transport.batch, 1), float(error is not None), dtype=torch.float64)
+    rows = transport.gather(failed).flatten().tolist()
+    if any(rows):
+        ranks = [rank for rank, flag in enumerate(rows) if flag]
+        raise RuntimeError(f"ranks {ranks} could not {what}: {error or 'see there'}") from error
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _name(worker: int, workers: int) -> str:
+    return f"worker-{worker}-of-{workers}.pt"
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _write(path: Path, data: Any) -> None:
+    _replace(path, lambda file: torch.save(data, file))
+
+
+def _write_model(path: Path, model: nn.Module, transport: Transport) -> None:
+    """Let rank 0 write, while the others wait."""
+    with _together(transport, f"write {path}"):
+        if transport.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, compact(model.state_dict()))
+
+
+def _replace(path: Path, write: Callable[[Any], Any]) -> None:
+    """Put a file in place at once and for good: temporary name, fsync, rename, fsync the folder."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network disks cannot
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _check_extra(extra: Any) -> None:
+    file = io.BytesIO()
+    torch.save(extra, file)
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"extra is {type(extra).__name__} and holds objects that torch.load(weights_only=True) "
+            "refuses; give tensors, numbers, strings, and lists and dicts of them, for example "
+            "extra={'epoch': 3, 'scheduler': scheduler.state_dict()}"
+        ) from error
+
+
+# ---------------------------------------------------------------------- structures of tensors
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        if state.layout == torch.strided:
+            yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
+    elif type(state) in (list, tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _map(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, Mapping):
+        result: Any = copy.copy(state)  # keeps what a state dict carries beside its entries
+        for key, value in state.items():
+            result[key] = _map(value, function)
+        return result
+    if type(state) in (list, tuple):
+        return type(state)([_map(value, function) for value in state])
+    return state
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
