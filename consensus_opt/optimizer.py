@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consensus_opt.amp import lent, unscale
+from consensus_opt.arguments import check_kinds
 from consensus_opt.checks import positive, whole
 from consensus_opt.methods import Method
 from consensus_opt.rounds import LocalStep, Rounds
@@ -73,7 +75,12 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         telemetry: Sink | Sequence[Sink] | None = None,
         timeout: float = 300.0,
     ) -> None:
-        _check_arguments(optimizer, method, model, transport)
+        if isinstance(optimizer, ConsensusOptimizer):
+            raise TypeError(
+                "optimizer is a ConsensusOptimizer already, and one method runs at a time; wrap "
+                "the optimizer inside it: ConsensusOptimizer(optimizer.inner, method)"
+            )
+        check_kinds(optimizer, method, model, transport)
         if total_steps is not None:
             total_steps = whole(total_steps, "total_steps", "total_steps=epochs * len(loader)")
         # Before `_inner` exists, what the base class assigns to the live views is ignored.
@@ -236,12 +243,12 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         if self._found_inf is None:
             return self._inner.step(*arguments)
         if getattr(self._inner, "_step_supports_amp_scaling", False):
-            with _lent(self._inner, grad_scale=scale, found_inf=self._found_inf):
+            with lent(self._inner, grad_scale=scale, found_inf=self._found_inf):
                 return self._inner.step(*arguments)
         if not self.step_applied:
             return None
         if scale is not None:
-            _unscale(self._all_parameters(), scale)
+            unscale(self._all_parameters(), scale)
         return self._inner.step(*arguments)
 
     # ------------------------------------------------------------------ the mean model
@@ -363,58 +370,11 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0].get("lr") or 0.0)  # some optimizers find it: lr=None
 
 
-def _check_arguments(optimizer: Any, method: Any, model: Any, transport: Any) -> None:
-    needed = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
-    missing = [name for name in needed if not hasattr(optimizer, name)]
-    if missing:
-        raise TypeError(
-            f"optimizer is {type(optimizer).__name__} and lacks {', '.join(missing)}; an optimizer "
-            f"has {', '.join(needed)}; pass the optimizer object, not its class or its parameters"
-        )
-    if isinstance(optimizer, ConsensusOptimizer):
-        raise TypeError(
-            "optimizer is a ConsensusOptimizer already, and one method runs at a time; wrap the "
-            "optimizer inside it: ConsensusOptimizer(optimizer.inner, method)"
-        )
-    if not isinstance(method, Method):
-        raise TypeError(
-            f"method must be a Method, and is {method!r}; write for example local_sgd(period=4), "
-            "gossip_sgd('ring') or dppf()"
-        )
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, and is {model!r}; write model=model")
-    if transport is not None and not isinstance(transport, Transport):
-        raise TypeError(
-            f"transport must be a Transport, and is {transport!r}; write transport="
-            "TorchTransport(group) or leave it out"
-        )
-
-
 def _find_transport(timeout: float) -> Transport:
     # Adapters build on the core; here, once, the core asks for one.
     from consensus_opt.integrations import find_transport
 
     return find_transport(timeout)
-
-
-@contextmanager
-def _lent(target: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes for a while."""
-    for name, value in attributes.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            delattr(target, name)
-
-
-def _unscale(parameters: Sequence[Tensor], scale: Tensor) -> None:
-    """Divide the gradients by GradScaler's factor, as its ``unscale_`` does."""
-    inverse = scale.double().reciprocal().float()
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 def _or(result: dict[str, Any] | None, default: dict[str, Any]) -> dict[str, Any]:
