@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.polynomial import chebyshev
 
-from consensus_opt.mixing import MixingMatrix
+from consensus_opt.mixing import Matrix, MixingMatrix
 
 Vector = npt.NDArray[np.float64]
 
@@ -51,16 +51,42 @@ def accelerate(mixing: MixingMatrix, exchanges: int) -> tuple[MixingMatrix, ...]
     return _matrices(weights.tobytes(), len(weights), exchanges)
 
 
+def modes(mixing: MixingMatrix) -> tuple[Vector, Matrix]:
+    """Return the eigenvalues l_i of a symmetric W, ascending, and its eigenvectors as columns."""
+    return _modes(mixing.weights.tobytes(), mixing.n)
+
+
+def mode_factors(mixing: MixingMatrix, exchanges: int) -> Vector:
+    """Return P(l_i), in the order of :func:`modes`: what accelerated exchanges leave of each."""
+    return _factors(mixing.weights.tobytes(), mixing.n, exchanges)
+
+
+@lru_cache(maxsize=16)
+def _modes(data: bytes, n: int) -> tuple[Vector, Matrix]:
+    values, vectors = np.linalg.eigh(np.frombuffer(data).reshape(n, n))
+    return values, vectors
+
+
+@lru_cache(maxsize=256)
+def _factors(data: bytes, n: int, exchanges: int) -> Vector:
+    roots = _roots(data, n, exchanges)
+    factors: Vector = np.prod([(_modes(data, n)[0] - r) / (1 - r) for r in roots], axis=0)
+    return factors
+
+
 @lru_cache(maxsize=64)
 def _matrices(data: bytes, n: int, exchanges: int) -> tuple[MixingMatrix, ...]:
-    weights = np.frombuffer(data).reshape(n, n)
-    modes: Vector = np.linalg.eigvalsh(weights)[:-1].astype(np.float64)
-    if n == 1 or np.ptp(modes) < 1e-9:
-        roots = np.full(exchanges, modes.mean() if n > 1 else 0.0)
-    else:
-        roots = _in_stable_order(polynomial_roots(modes, exchanges))
-    identity = np.eye(n)
+    weights, identity = np.frombuffer(data).reshape(n, n), np.eye(n)
+    roots = _roots(data, n, exchanges)
     return tuple(MixingMatrix((weights - r * identity) / (1 - r)) for r in roots)
+
+
+@lru_cache(maxsize=256)
+def _roots(data: bytes, n: int, exchanges: int) -> Vector:
+    others = _modes(data, n)[0][:-1]
+    if n == 1 or np.ptp(others) < 1e-9:
+        return np.full(exchanges, others.mean() if n > 1 else 0.0)
+    return _in_stable_order(polynomial_roots(others, exchanges))
 
 
 def polynomial_roots(modes: Vector, degree: int) -> Vector:

@@ -7,14 +7,16 @@ the force see both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from consensus_opt.acceleration import accelerate
-from consensus_opt.mixing import MixingMatrix
+from consensus_opt.acceleration import accelerate, mode_factors, modes
+from consensus_opt.mixing import Matrix, MixingMatrix
 from consensus_opt.topology import Topology
 from consensus_opt.transport import Transport
 
@@ -50,6 +52,17 @@ class Average(Protocol):
             exchanges: How many exchanges to make now.
         """
 
+    def foresee(self, values: Matrix, first: int) -> Iterator[Matrix]:
+        """Yield what 0, 1, 2, ... exchanges will make of linear functions of the parameters.
+
+        Args:
+            values: Of all workers, shape (n, K).
+            first: As in :meth:`form`.
+
+        Yields:
+            The mean squared differences from the mean, shape (K,).
+        """
+
 
 @dataclass(frozen=True)
 class AllReduce:
@@ -80,6 +93,11 @@ class AllReduce:
             started.append(transport.start_mean(out))
         for pending in started:
             pending.wait()
+
+    def foresee(self, values: Matrix, first: int) -> Iterator[Matrix]:
+        """Yield the differences as they are, then none."""
+        yield ((values - values.mean(0)) ** 2).mean(0)
+        yield from repeat(np.zeros(values.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,19 @@ class Gossip:
             for flat, out in zip(source, outs, strict=True):
                 transport.exchange(flat, mixing, out)
             source = outs
+
+    def foresee(self, values: Matrix, first: int) -> Iterator[Matrix]:
+        """Apply the exchanges, or where they are accelerated the polynomial of each mode of W."""
+        left = values - values.mean(0)
+        if not self.accelerated:
+            for phase in count(first):
+                yield (left**2).mean(0)
+                left = self.topology.mixing(len(left), phase).weights @ left
+        mixing = self.topology.mixing(len(left), first)
+        energies = (modes(mixing)[1].T @ left) ** 2
+        for exchanges in count():
+            factors = mode_factors(mixing, exchanges) if exchanges else np.ones(len(left))
+            yield factors**2 @ energies / len(left)
 
     def _mixings(self, size: int, first: int, exchanges: int) -> Sequence[MixingMatrix]:
         if self.accelerated:

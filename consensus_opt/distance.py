@@ -3,8 +3,10 @@
 Exact costs a mean over all workers. The *sketch* costs one pass over memory and a few kilobytes:
 with random signs, the same on all ranks, the vector is folded onto K values, ``y_k = sum_b s_kb
 x_kb``. It is linear, so sketches differ as the vectors do, and ``E ||y_i - y_A||^2 = ||x_i -
-x_A||^2``. The *bound* costs nothing beside gossip, but is only as tight as the spectrum of the
-graph: no one factor turns what neighbours see into Xi, because gossip kills fast modes first.
+x_A||^2``; and what exchanges will do to the vectors they do to the sketches, so that one
+measurement tells the distance after any number of exchanges that are not made yet. The *bound*
+costs nothing beside gossip, but is only as tight as the spectrum of the graph: no one factor turns
+what neighbours see into Xi, because gossip kills fast modes first.
 
 Source: Kong et al., "Consensus Control for Decentralized Deep Learning", ICML 2021 (the distance,
 the bound); Alon, Matias & Szegedy, "The Space Complexity of Approximating the Frequency Moments",
@@ -22,12 +24,12 @@ import torch
 from torch import Tensor
 
 from consensus_opt.checks import whole_field
-from consensus_opt.mixing import Spectrum
+from consensus_opt.mixing import Matrix, Spectrum
 from consensus_opt.transport import Transport, arithmetic_dtype
 
-_CHUNK = 1 << 16
-_POOL = 1 << 19
-_TURNS = 1 << 16
+_FOLD = 1 << 20
+_SPAN = 256
+_STARTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,23 @@ def root_mean(squared: Tensor, transport: Transport) -> float:
     return transport.gather(squared.unsqueeze(-1)).mean().sqrt().item()
 
 
+def of_squares(squares: Matrix, extra: tuple[float, ...] = ()) -> Distance:
+    """Return Xi from the mean squared differences of each of K sketched values, shape (K,).
+
+    They are K estimates of ``Xi^2 / K``; their spread gives the standard error.
+    """
+    total = float(squares.sum())
+    spread = float(squares.std(ddof=1))
+    error = 0.5 * math.sqrt(len(squares)) * spread / total if total > 0 else 0.0
+    return Distance(math.sqrt(total), error, "sketch", extra)
+
+
 @dataclass(frozen=True)
 class Sketch:
     """Estimates Xi from K random projections of each worker.
 
-    The K squares are K estimates of ``Xi^2 / K``; their spread gives the standard error.
-
     Args:
-        values: K. A rank sends ``16 K`` bytes in a small all-reduce.
+        values: K. A rank sends ``8 K`` bytes to each other, in a small all-gather.
         seed: Of the signs; the same on all ranks.
 
     Raises:
@@ -85,52 +96,65 @@ class Sketch:
                 f"write {example}"
             )
 
-    def measure(
-        self, flats: Sequence[Tensor], transport: Transport, beside: Tensor | None = None
-    ) -> Distance:
-        """Return an estimate of Xi; a collective call.
+    def measure(self, flats: Sequence[Tensor], transport: Transport, turn: int = 0) -> Distance:
+        """Return an estimate of Xi; a collective call, with the arguments of :meth:`gather`."""
+        rows, _ = self.gather(flats, transport, turn)
+        return of_squares(((rows - rows.mean(0)) ** 2).mean(0))
+
+    def gather(
+        self,
+        flats: Sequence[Tensor],
+        transport: Transport,
+        turn: int = 0,
+        beside: Tensor | None = None,
+    ) -> tuple[Matrix, tuple[float, ...]]:
+        """Return all workers' sketches, ``(n, K)`` and the same bits everywhere; collective.
 
         Args:
             flats: Buffers of shape ``batch + (P,)``.
             transport: The way to the other workers.
-            beside: Values of shape ``batch + (j,)`` whose means travel along, into ``extra``.
+            turn: Number of the measurement, the same on all ranks. Each takes other signs, so that
+                no direction stays hidden.
+            beside: Values of shape ``batch + (j,)`` whose means over the workers are returned too.
         """
-        own = self.project(flats)
-        row = torch.cat([own, own.square(), *([] if beside is None else [beside.to(own)])], dim=-1)
-        transport.mean(row)
-        mean = row.reshape(-1, row.shape[-1])[0].cpu()
-        k = self.values
-        # In fp64 the difference of squares loses nothing that fp32 parameters hold.
-        squares = (mean[k : 2 * k] - mean[:k].square()).clamp_(min=0.0)
-        total = float(squares.sum())
-        error = 0.5 * math.sqrt(k) * float(squares.std()) / total if total > 0 else 0.0
-        return Distance(math.sqrt(total), error, "sketch", tuple(mean[2 * k :].tolist()))
+        own = self.project(flats, turn)
+        row = own if beside is None else torch.cat([own, beside.to(own)], dim=-1)
+        rows = transport.gather(row)
+        transport.bytes_sent += (transport.size - 1) * row.numel() * row.element_size()
+        return rows[:, : self.values].numpy(), tuple(rows[:, self.values :].mean(0).tolist())
 
-    def project(self, flats: Sequence[Tensor]) -> Tensor:
+    def project(self, flats: Sequence[Tensor], turn: int = 0) -> Tensor:
         """Return ``y``, shape ``batch + (K,)``, fp64."""
         batch = flats[0].shape[:-1]
-        rows = [flat.reshape(-1, flat.shape[-1]) for flat in flats]
-        each = [self._project_row([row[m] for row in rows]) for m in range(len(rows[0]))]
-        return torch.stack(each).reshape(*batch, self.values)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn + 1)
+        total = torch.zeros(batch.numel(), self.values, dtype=torch.float64, device=flats[0].device)
+        for flat in flats:
+            rows = flat.reshape(-1, flat.shape[-1])
+            start = int(torch.randint(_STARTS, (), generator=generator))
+            turns = _random_signs(-(-rows.shape[-1] // _SPAN), generator)
+            signs = _signs(self.seed, flat.device, arithmetic_dtype(flat.dtype))[start:]
+            turns = turns.to(signs).unsqueeze(-1)
+            folded = [self._fold(row, signs, turns) for row in rows]
+            total += torch.stack(folded).to(total)
+        return total.reshape(*batch, self.values)
 
-    def _project_row(self, vectors: Sequence[Tensor]) -> Tensor:
-        total = torch.zeros(self.values, dtype=torch.float64, device=vectors[0].device)
-        chunk = 0
-        for vector in vectors:
-            wide = arithmetic_dtype(vector.dtype)
-            signs = _signs(self.seed, vector.device, wide)
-            width = min(_CHUNK, -(-len(vector) // self.values) * self.values)
-            folded = vector.new_zeros(width, dtype=wide)
-            for part in torch.split(vector, _CHUNK):
-                # Each chunk takes its signs from another place, so that no two are alike, and turns
-                # them all or none: else pairs of chunks equally far apart would err together, five
-                # times as much for smooth differences of 25 M values.
-                start, turn = chunk * 40503 % (_POOL - _CHUNK), _turns(self.seed)[chunk % _TURNS]
-                part_signs = signs[start : start + len(part)]
-                folded[: len(part)].addcmul_(part.to(wide), part_signs, value=turn)
-                chunk += 1
-            total += folded.double().view(-1, self.values).sum(0).to(total.device)
-        return total
+    def _fold(self, vector: Tensor, signs: Tensor, turns: Tensor) -> Tensor:
+        """Fold one vector onto K values.
+
+        Value p gets the sign of its place, ``p mod _FOLD``, times that of its span of 256. Signs of
+        places alone would let values err together that lie a multiple of ``_FOLD`` apart. This way
+        the pass reads the vector once, at the speed of memory.
+        """
+        unit = max(self.values, _SPAN)
+        places = signs.new_zeros(min(_FOLD, -(-len(vector) // unit) * unit))
+        for number, part in enumerate(torch.split(vector, _FOLD)):
+            count = len(part) // _SPAN
+            spans, rest = part[: count * _SPAN].reshape(count, _SPAN), part[count * _SPAN :]
+            first = number * (_FOLD // _SPAN)
+            own_turns = turns[first : first + count]
+            places.view(-1, _SPAN)[:count].addcmul_(spans.to(places.dtype), own_turns)
+            places[count * _SPAN : len(part)].add_(rest)
+        return places.mul_(signs[: len(places)]).view(-1, self.values).sum(0)
 
 
 def bound(theta: float, spectrum: Spectrum) -> tuple[float, float]:
@@ -149,14 +173,9 @@ def bound(theta: float, spectrum: Spectrum) -> tuple[float, float]:
 
 @lru_cache(maxsize=4)
 def _signs(seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return _random_signs(seed)[:_POOL].to(device, dtype)
-
-
-@lru_cache(maxsize=4)
-def _turns(seed: int) -> tuple[int, ...]:
-    return tuple(_random_signs(seed)[_POOL:].tolist())
-
-
-def _random_signs(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return 2 * torch.randint(0, 2, (_POOL + _TURNS,), generator=generator) - 1
+    return _random_signs(_FOLD + _STARTS, generator).to(device, dtype)
+
+
+def _random_signs(count: int, generator: torch.Generator) -> Tensor:
+    return 2 * torch.randint(0, 2, (count,), generator=generator) - 1

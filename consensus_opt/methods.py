@@ -55,7 +55,7 @@ class Method:
             ("timing", "next_round", "Every(4)"),
             ("average", "form", "AllReduce() or Gossip(topology('ring'))"),
             ("force", "pull", "Force()"),
-            ("control", "run", "Fixed(1)"),
+            ("control", "decide", "Fixed(1)"),
         )
         for name, verb, example in parts:
             if not hasattr(part := getattr(self, name), verb):
@@ -147,7 +147,8 @@ def consensus_control(
         topology: The graph, its name, or a networkx graph over the ranks.
         target: What Xi must not exceed: a number, or a target of :mod:`consensus_opt.targets`;
             ``0.25 phi`` (``GradientNorm(0.25)``) by default. ``math.inf`` only measures.
-        during: Part of training that is controlled, as fractions of ``total_steps``.
+        during: Part of training that is controlled: floats are fractions of ``total_steps``,
+            integers are steps.
         most: Most exchanges in a round.
         period: Steps between rounds.
         accelerated: Weigh exchanges that are made together so that they mix best; by default

@@ -25,8 +25,8 @@ from consensus_opt.agreement import (
     meet_all,
     meet_neighbours,
 )
-from consensus_opt.control import Memory, Outcome, Verbs
-from consensus_opt.distance import Distance, Sketch, root_mean
+from consensus_opt.control import Forecast, Memory, Outcome
+from consensus_opt.distance import Distance, root_mean
 from consensus_opt.flat import FlatParameters, layout
 from consensus_opt.gradients import GradientMeter
 from consensus_opt.methods import Method
@@ -185,26 +185,31 @@ class Rounds:
         return outcome, squared, push == 0.0 or bool((squared > floor).all())
 
     def _form(self, flats: Sequence[Tensor], outs: Sequence[Tensor]) -> Outcome:
-        """Let the control exchange, from ``flats`` to ``outs``, and measure."""
-        made = 0
-        state = self._state.buffers
-
-        def exchange(count: int) -> None:
-            nonlocal made
-            source, first = outs if made else flats, self.exchanges + made
+        """Let the control decide, and exchange from ``flats`` to ``outs``."""
+        outcome, state = self._decide(flats), self._state.buffers
+        if outcome.exchanges:
             with record_function("consensus_opt::average"):
                 self.method.average.form(
-                    [*source, *state], [*outs, *state], self.transport, first, count
+                    [*flats, *state],
+                    [*outs, *state],
+                    self.transport,
+                    self.exchanges,
+                    outcome.exchanges,
                 )
-            made += count
+        return outcome
 
-        def measure(meter: Sketch) -> Distance:
-            with record_function("consensus_opt::measure"):
-                beside = None if self._gradients is None else self._gradients.take()
-                return meter.measure(outs if made else flats, self.transport, beside)
-
-        verbs = Verbs(self.clock, self.total_steps, exchange, measure)
-        return self.method.control.run(verbs, self._memory)
+    def _decide(self, flats: Sequence[Tensor]) -> Outcome:
+        """Measure what the control wants to know, and return what rank 0 makes of it."""
+        control, clock, total = self.method.control, self.clock, self.total_steps
+        meter = control.meter_at(clock, total)
+        if meter is None:
+            return control.decide(clock, total, None, self._memory)
+        with record_function("consensus_opt::measure"):
+            beside = None if self._gradients is None else self._gradients.take()
+            rows, extra = meter.gather(flats, self.transport, clock, beside)
+            forecast = Forecast(self.method.average.foresee(rows, self.exchanges), extra)
+            outcome = control.decide(clock, total, forecast, self._memory)
+            return outcome.told(self.transport.gather(outcome.row(self.transport.batch))[0])
 
     def _known_distance(self, squared: Tensor | None) -> Distance | None:
         """Return the distance that an exact mean gives away: 0 after it replaced the parameters."""

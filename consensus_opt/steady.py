@@ -28,7 +28,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from consensus_opt.acceleration import polynomial_roots
+from consensus_opt import acceleration
 from consensus_opt.graphs import Topology, Undirected
 from consensus_opt.mixing import Matrix
 
@@ -86,18 +86,10 @@ def _steady(graph: Topology, n: int, exchanges: int, accelerated: bool) -> float
 
 def mode_factors(graph: Topology, n: int, exchanges: int, accelerated: bool) -> Matrix:
     """Return P(l_i) for the n - 1 modes of a fixed symmetric W: what a round leaves of each."""
-    modes = _modes(graph, n)
-    if not accelerated or n == 1:
-        return modes**exchanges
-    factors = np.ones_like(modes)
-    for root in polynomial_roots(modes, exchanges):
-        factors *= (modes - root) / (1 - root)
-    return factors
-
-
-@lru_cache(maxsize=64)
-def _modes(graph: Topology, n: int) -> Matrix:
-    return np.linalg.eigvalsh(graph.mixing(n).weights)[:-1].astype(np.float64)
+    mixing = graph.mixing(n)
+    if accelerated:
+        return acceleration.mode_factors(mixing, exchanges)[:-1]
+    return acceleration.modes(mixing)[0][:-1] ** exchanges
 
 
 def _rounds(graph: Topology, n: int, exchanges: int) -> list[Matrix]:

@@ -112,7 +112,7 @@ METHODS: dict[str, Case] = {
     "method's control": (
         lambda: Method(control=3),
         TypeError,
-        "control is 3 | 'run' | control=Fixed(1)",
+        "control is 3 | 'decide' | control=Fixed(1)",
     ),
     "gossip by a name": (
         lambda: Gossip("ring"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from benchmarks.oracle import Oracle, WatchedGossip
 from consensus_opt import (
     ConsensusOptimizer,
     GradientNorm,
@@ -30,10 +31,11 @@ from consensus_opt import (
     gossip_sgd,
     local_sgd,
 )
-from consensus_opt.control import Verbs
+from consensus_opt.control import Forecast, Outcome
 from consensus_opt.distance import Distance
 from consensus_opt.optimizer import KEY
 from consensus_opt.targets import Constant, Recorder, as_target
+from consensus_opt.topology import topology
 from tests.harness import run_ranks
 from tests.problems import loss_of, mlp, random_rows, same, stacked
 
@@ -46,12 +48,13 @@ def run(
     rows: Tensor | None = None,
     lr: float = 0.1,
     check: Callable[[RoundRecord, Tensor], Any] = lambda record, rows: None,
+    judge: Callable[[RoundRecord], Any] = lambda record: None,
     **options: Any,
 ) -> tuple[Tensor, list[RoundRecord]]:
     """Workers with a target of their own each, pulled there by noisy gradients."""
     rows = random_rows(1, WIDTH).repeat(N, 1) if rows is None else rows
     records: list[RoundRecord] = []
-    parameter, optimizer = stacked(rows, method, lr, telemetry=records.append, **options)
+    parameter, optimizer = stacked(rows, method, lr, telemetry=[records.append, judge], **options)
     targets = random_rows(len(rows), rows.shape[1], seed=9, dtype=rows.dtype)
     for step in range(steps):
         noise = random_rows(len(rows), rows.shape[1], seed=100 + step, dtype=rows.dtype)
@@ -105,7 +108,6 @@ def test_equal_workers_meet_a_target_of_zero_with_one_exchange() -> None:
 def test_a_target_out_of_reach_is_left_after_the_most_exchanges_and_training_goes_on() -> None:
     method = consensus_control("ring", 1e-4, during=ALWAYS, most=3, accelerated=False)
     rows, records = run(method, 12)
-    # Up to three by itself, one by one; then three at once.
     assert [r.exchanges for r in records] == [3] * 12
     assert all(r.distance is not None and r.distance > 1e-4 == r.target for r in records)
     assert same(rows, run(gossip_sgd("ring", exchanges=3), 12)[0])
@@ -128,25 +130,45 @@ def test_the_exact_distance_stays_below_a_reachable_target(name: str, target: fl
     assert sum(held) >= 0.99 * len(held)
 
 
-def test_each_round_stops_at_the_first_number_that_was_enough() -> None:
-    """The log of (exchanges, distance) of a contraction by a half."""
-    log = Contraction(0.5)
-    log.distance = 8.0
-    rule = KeepBelow(Constant(1.0), ALWAYS)
-    memory: dict[str, float] = {}
-    outcome = rule.run(log.verbs(1), memory)
-    assert (outcome.exchanges, log.distance) == (3, 1.0)
-    assert log.calls == [1, 1, 1]
-    assert outcome.target == 1.0
-    assert outcome.distance == Distance(1.0, 0.0, "sketch")
+def forecast(*distances: float, error: float = 0.0, extra: tuple[float, ...] = ()) -> Forecast:
+    """What 0, 1, 2, ... exchanges lead to; the last one stays."""
+    shape = np.array([1 + 4 * error, 1, 1, 1 - 4 * error])
+    endless = chain(distances, repeat(distances[-1]))
+    return Forecast((d**2 * shape / shape.sum() for d in endless), extra)
+
+
+def test_each_round_makes_the_first_number_that_is_enough() -> None:
+    halves = forecast(8.0, 4.0, 2.0, 1.0, 0.5)
+    outcome = KeepBelow(Constant(1.0), ALWAYS).decide(1, None, halves, {})
+    assert outcome == Outcome(3, Distance(1.0, 0.0, "sketch"), 1.0)
 
 
 def test_a_distance_counts_with_two_standard_errors_on_top() -> None:
-    for error, exchanges in ((0.0, 1), (0.049, 1), (0.051, 2)):
-        log = Contraction(0.5, error)
-        log.distance = 20 / 11
-        outcome = KeepBelow(Constant(1.0), ALWAYS).run(log.verbs(1), {})
+    error = forecast(1.0, error=0.1).after(0).error
+    assert 0.01 < error < 0.5
+    for limit, exchanges in ((1 + 2.01 * error, 1), (1 + 1.99 * error, 2)):
+        given = forecast(2.0, 1.0, 0.5, error=0.1)
+        outcome = KeepBelow(Constant(limit), ALWAYS).decide(1, None, given, {})
         assert outcome.exchanges == exchanges
+
+
+def test_what_is_no_number_is_not_exchanged_for() -> None:
+    outcome = KeepBelow(Constant(1.0), ALWAYS).decide(1, None, forecast(math.nan), {})
+    assert outcome.exchanges == 1
+
+
+def test_no_more_exchanges_are_made_than_the_exact_distance_needs_by_much() -> None:
+    """The oracle of the benchmark, on the trajectory that the control took."""
+    ring = topology("ring")
+    oracle = Oracle(ring.mixing(N, 0), most=16, accelerated=True)
+    control = consensus_control("ring", 0.4, during=ALWAYS)
+    watched = replace(control, average=WatchedGossip(ring, True, oracle))
+    run(watched, 100, judge=oracle)
+    made, needed = (sum(getattr(j, name) for j in oracle.judged) for name in ("made", "needed"))
+    assert len(oracle.judged) == 100
+    assert needed > 200
+    assert made <= 1.2 * needed
+    assert sum(judged.held for judged in oracle.judged) >= 99
 
 
 def test_outside_of_its_part_of_training_a_round_makes_one_exchange_and_measures_nothing() -> None:
@@ -162,6 +184,31 @@ def test_outside_of_its_part_of_training_a_round_makes_one_exchange_and_measures
             assert (record.exchanges, record.distance, record.distance_source) == (1, None, None)
 
 
+@pytest.mark.parametrize(
+    ("during", "on"),
+    [
+        ((2, 5), [3, 4, 5]),
+        ((0, 3), [1, 2, 3]),
+        ((7, 1.0), [8, 9, 10]),
+        ((0.2, 5), [3, 4, 5]),
+        ((np.int64(2), np.float32(0.5)), [3, 4, 5]),
+        ((4, 1000), [5, 6, 7, 8, 9, 10]),
+    ],
+)
+def test_its_part_of_training_is_told_in_steps_or_in_fractions(
+    during: tuple[float, float], on: list[int]
+) -> None:
+    method = consensus_control("ring", 0.3, during=during)
+    assert [r.step for r in run(method, 10, total_steps=10)[1] if r.target is not None] == on
+
+
+def test_a_part_in_steps_needs_no_length_of_training() -> None:
+    method = consensus_control("ring", 0.3, during=(2, 5), at_least=0.1)
+    assert [r.step for r in run(method, 9)[1] if r.target is not None] == [3, 4, 5]
+    method = consensus_control("ring", 0.3, during=(5, 1.0))
+    assert [r.step for r in run(method, 9)[1] if r.target is not None] == [6, 7, 8, 9]
+
+
 def test_after_its_part_of_training_a_lower_limit_skips_exchanges_below_it() -> None:
     def exchanges(floor: float | None) -> list[int]:
         method = consensus_control("ring", math.inf, during=(0.0, 0.5), at_least=floor)
@@ -174,85 +221,7 @@ def test_after_its_part_of_training_a_lower_limit_skips_exchanges_below_it() -> 
     assert set(below[6:]) == {0, 1}
 
 
-# ------------------------------------------------------------------ planning
-
-
-class Contraction:
-    """A world in which each exchange leaves a factor, and each round adds noise of some size."""
-
-    def __init__(self, factor: float, error: float = 0.0) -> None:
-        self.factor, self.error = factor, error
-        self.distance, self.calls = 0.0, list[int]()
-
-    def verbs(self, step: int) -> Verbs:
-        def exchange(count: int) -> None:
-            self.calls.append(count)
-            self.distance *= self.factor**count
-
-        return Verbs(step, None, exchange, lambda _: Distance(self.distance, self.error, "sketch"))
-
-    def steady(self, limit: float, growth: float = 1.0) -> int:
-        """The smallest number of exchanges that holds the limit for ever."""
-        for count in range(1, 1000):
-            left = self.factor**count
-            if growth * left / math.sqrt(1 - left**2) <= limit:
-                return count
-        raise AssertionError
-
-
-def made_in_rounds(
-    world: Contraction, rule: KeepBelow, growth: Callable[[int], float], rounds: int
-) -> list[int]:
-    memory: dict[str, float] = {}
-    made = []
-    for step in range(1, rounds + 1):
-        world.distance = math.hypot(world.distance, growth(step))
-        made.append(rule.run(world.verbs(step), memory).exchanges)
-        assert world.distance <= rule.target.at(step, None, Distance(0, 0, "exact"), {})
-    return made
-
-
-@pytest.mark.parametrize("start", [0.0, 1.0, 30.0])
-@pytest.mark.parametrize("factor", [0.3, 0.5, 0.7, 0.8, 0.9, 0.95])
-@pytest.mark.parametrize("limit", [0.5, 0.8, 1.2, 2.0, 3.0])
-def test_it_settles_at_the_smallest_number_that_holds_the_target(
-    factor: float, limit: float, start: float
-) -> None:
-    world, rule = Contraction(factor), KeepBelow(Constant(limit), ALWAYS, most=200)
-    world.distance = start
-    made = made_in_rounds(world, rule, lambda step: 1.0, 100)
-    best = world.steady(limit)
-    assert all(abs(count - best) <= 1 for count in made[-30:])
-    # The rest were planned, and made at once.
-    assert len(world.calls) - 100 <= max(made) + 50
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.8, 0.95])
-def test_it_finds_the_new_number_after_the_learning_rate_fell(factor: float) -> None:
-    world, rule = Contraction(factor), KeepBelow(Constant(0.6), ALWAYS, most=64)
-    made = made_in_rounds(world, rule, lambda step: 1.0 if step <= 60 else 0.2, 160)
-    assert all(abs(count - world.steady(0.6)) <= 1 for count in made[40:60])
-    assert all(abs(count - world.steady(0.6, 0.2)) <= 1 for count in made[-30:])
-
-
-def test_what_was_learned_in_other_times_does_not_hold_the_number_up() -> None:
-    world, rule = Contraction(0.8), KeepBelow(Constant(0.6), ALWAYS)
-    memory = {"planned": 12, "last_planned": 12, "last_reached": 0.9, "factor_12": 0.01}
-    for step in range(1, 80):
-        world.distance = math.hypot(world.distance, 1.0)
-        outcome = rule.run(world.verbs(step), memory)
-    assert abs(outcome.exchanges - world.steady(0.6)) <= 1
-
-
-def test_noise_moves_the_number_by_little() -> None:
-    rng = random.Random(0)
-    world, rule = Contraction(0.8), KeepBelow(Constant(0.6), ALWAYS)
-    made = made_in_rounds(world, rule, lambda step: rng.uniform(0.9, 1.1), 200)
-    assert np.mean(made[50:]) == pytest.approx(world.steady(0.6), abs=1)
-    assert set(made[50:]) <= {world.steady(0.6) + k for k in (-2, -1, 0, 1)}
-
-
-def test_exchanges_that_are_planned_are_made_together_so_that_they_can_be_accelerated() -> None:
+def test_exchanges_are_made_together_so_that_they_can_be_accelerated() -> None:
     plain, accelerated = (
         sum(r.exchanges for r in run(method, 60)[1][20:])
         for method in (
@@ -362,17 +331,16 @@ def test_records_say_what_was_measured_how_and_what_was_aimed_at(tmp_path: Path)
 
 
 @dataclass(frozen=True)
-class Watching:
-    """No limit; keeps what the control compares with one."""
+class Watching(KeepBelow):
+    """Keeps what it compares with the limit after one exchange."""
 
     uppers: list[float] = field(default_factory=list, repr=False, compare=False)
-    uses_gradients = False
 
-    def at(
-        self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
-    ) -> float:
-        self.uppers.append(measured.upper)
-        return math.inf
+    def decide(
+        self, step: int, total: int | None, forecast: Forecast | None, memory: dict[str, float]
+    ) -> Outcome:
+        self.uppers.append(forecast.after(1).upper)
+        return super().decide(step, total, forecast, memory)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -390,8 +358,8 @@ def one_step(rank: int, method: Method) -> list[RoundRecord]:
 
 
 def at_the_threshold(rank: int) -> dict[str, Any]:
-    watching = Watching()
-    one_step(rank, consensus_control("ring", watching, during=ALWAYS, accelerated=False))
+    watching = Watching(Constant(math.inf), ALWAYS)
+    one_step(rank, replace(gossip_sgd("ring"), control=watching))
     (upper,) = watching.uppers
     found: dict[str, Any] = {"upper": upper}
     limits = {"equal": upper, "just below": math.nextafter(upper, 0), "above": 2 * upper}
@@ -569,15 +537,16 @@ def test_a_resumed_run_has_the_same_bits_and_decisions_as_one_that_never_stopped
 
 
 def test_the_memory_is_in_the_checkpoint_as_plain_numbers() -> None:
-    parameter, optimizer = stacked(random_rows(N, WIDTH), METHODS["constant"], total_steps=10)
+    parameter, optimizer = stacked(random_rows(N, WIDTH), METHODS["gradient"], total_steps=10)
+    parameter.grad = random_rows(N, WIDTH)
     for _ in range(3):
         optimizer.step()
     memory = optimizer.state_dict()[KEY]["control"]
-    assert memory["planned"] >= 1
+    assert memory["phi_sum"] > 0
     assert all(isinstance(value, (int, float)) for value in memory.values())
-    _, twin = stacked(parameter.detach(), METHODS["constant"], total_steps=10)
+    _, twin = stacked(parameter.detach(), METHODS["gradient"], total_steps=10)
     twin.load_state_dict(optimizer.state_dict())
-    assert twin.state_dict()[KEY] == optimizer.state_dict()[KEY]
+    assert same(twin.state_dict()[KEY], optimizer.state_dict()[KEY])
 
 
 # ------------------------------------------------------------------ configuration
@@ -597,7 +566,28 @@ def test_a_target_with_phases_asks_for_the_length_of_training_at_construction() 
         stacked(random_rows(4, 3), consensus_control("ring", target, during=ALWAYS))
 
 
-@pytest.mark.parametrize("during", [(0.5, 0.5), (0.6, 0.2), (-0.1, 0.5), (0.0, 1.1)])
+def test_a_part_that_turns_out_to_be_no_time_is_refused_when_the_length_is_known() -> None:
+    method = consensus_control("ring", 0.5, during=(60, 0.5))
+    stacked(random_rows(4, 3), method, total_steps=130)
+    with pytest.raises(ValueError, match=r"\(60, 0.5\) of 100 steps.*come later; write during="):
+        stacked(random_rows(4, 3), method, total_steps=100)
+
+
+def test_a_lower_limit_that_has_no_time_left_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"at_least is .* must end before training does; write"):
+        consensus_control("ring", 0.5, during=ALWAYS, at_least=0.1)
+
+
+@pytest.mark.parametrize("during", [("0", 0.5), (False, True), (0.0, None)])
+def test_bounds_that_are_no_numbers_are_refused(during: Any) -> None:
+    with pytest.raises(TypeError, match=r"during is .* two numbers; write during="):
+        consensus_control("ring", 0.5, during=during)
+
+
+NO_PARTS = [(0.5, 0.5), (0.6, 0.2), (-0.1, 0.5), (0.0, 1.1), (0, 1), (5, 5), (9, 2), (-3, 9)]
+
+
+@pytest.mark.parametrize("during", NO_PARTS)
 def test_what_is_no_part_of_training_is_refused(during: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"during is .* rising fractions .* write during="):
         consensus_control("ring", 0.5, during=during)
