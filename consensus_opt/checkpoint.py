@@ -63,7 +63,7 @@ def save(
         _write_model(state / _MEAN, model, transport)
     with _together(transport, f"write {state}"):
         worker = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
-        _write(state / _name(transport.rank, _files(transport)), compact(worker))
+        write(state / worker_name(transport.rank, _files(transport)), compact(worker))
     with _together(transport, f"complete {state}"):
         text = json.dumps({"workers": _files(transport), "clock": optimizer.clock}).encode()
         _replace(state / _COMPLETE, lambda file: file.write(text))
@@ -94,9 +94,9 @@ def load(
     state = Path(folder) / f"step-{chosen:08d}"
     with _together(transport, f"load {state}"):
         saved = json.loads((state / _COMPLETE).read_text())["workers"]
-        worker = _read(state / _name(transport.rank % saved, saved))
+        worker = read(state / worker_name(transport.rank % saved, saved))
         other = saved != _files(transport)
-        model.load_state_dict(_read(state / _MEAN) if other else worker["model"])
+        model.load_state_dict(read(state / _MEAN) if other else worker["model"])
         optimizer.load_state_dict(worker["optimizer"])
     return worker["extra"]
 
@@ -187,15 +187,18 @@ def _together(transport: Transport, what: str) -> Iterator[None]:
 # ---------------------------------------------------------------------- files
 
 
-def _name(worker: int, workers: int) -> str:
+def worker_name(worker: int, workers: int) -> str:
+    """Return the name of a worker's file."""
     return f"worker-{worker}-of-{workers}.pt"
 
 
-def _read(path: Path) -> Any:
+def read(path: Path) -> Any:
+    """Read a file of tensors and plain types."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _write(path: Path, data: Any) -> None:
+def write(path: Path, data: Any) -> None:
+    """Write a file of tensors and plain types: complete or not at all."""
     _replace(path, lambda file: torch.save(data, file))
 
 
@@ -204,7 +207,7 @@ def _write_model(path: Path, model: nn.Module, transport: Transport) -> None:
     with _together(transport, f"write {path}"):
         if transport.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, compact(model.state_dict()))
+            write(path, compact(model.state_dict()))
 
 
 def _replace(path: Path, write: Callable[[Any], Any]) -> None:

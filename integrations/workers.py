@@ -7,13 +7,11 @@ bits. A run of another size starts from the mean.
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from consensus_opt.checkpoint import compact, read, worker_name, write
 from consensus_opt.transport import Transport
 
 
@@ -27,16 +25,14 @@ class Stateful(Protocol):
 
 def name(transport: Transport) -> str:
     """Return the name of this worker's file."""
-    return f"worker-{transport.rank}-of-{transport.size}.pt"
+    return worker_name(transport.rank, transport.size)
 
 
 def save(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -> None:
     """Write this worker's file: complete or not at all. It sends no message."""
-    place = Path(folder, name(transport))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_suffix(".draft")
-    torch.save({key: part.state_dict() for key, part in parts.items()}, draft)
-    os.replace(draft, place)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    state = {key: part.state_dict() for key, part in parts.items()}
+    write(Path(folder, name(transport)), compact(state))
 
 
 def load(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -> None:
@@ -45,7 +41,7 @@ def load(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -
     if not place.exists():
         warn(place)
         return
-    state = torch.load(place, map_location="cpu", weights_only=True)
+    state = read(place)
     for key, part in parts.items():
         part.load_state_dict(state[key])
 

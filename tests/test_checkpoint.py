@@ -212,8 +212,8 @@ def test_a_process_that_dies_while_it_writes_leaves_the_older_file(tmp_path: Pat
             raise KeyboardInterrupt
 
     path = tmp_path / "file.pt"
-    checkpoint._write(path, mlp().state_dict())
+    checkpoint.write(path, mlp().state_dict())
     with pytest.raises(KeyboardInterrupt):
-        checkpoint._write(path, {"tensor": batch(0, 0)[0], "dies": Dies()})
+        checkpoint.write(path, {"tensor": batch(0, 0)[0], "dies": Dies()})
     assert [file.name for file in tmp_path.iterdir()] == ["file.pt"]
     assert same(dict(torch.load(path, weights_only=True)), dict(mlp().state_dict()))
