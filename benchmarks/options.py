@@ -12,6 +12,7 @@ from benchmarks.data import DATA_SETS
 from benchmarks.launch import ENGINES
 from benchmarks.models import MODELS, NORMS
 from benchmarks.recipes import recipe
+from consensus_opt.state import POLICIES
 
 Number = TypeVar("Number", int, float)
 
@@ -83,9 +84,7 @@ def _method(parser: argparse.ArgumentParser) -> None:
         "--until-controlled", type=fraction, default=0.5, help="part of training under control"
     )
     group.add_argument("--most", type=positive_int, default=16, help="most exchanges in a round")
-    group.add_argument(
-        "--state", choices=("local", "average"), default="local", help="momentum in gossip"
-    )
+    group.add_argument("--state", choices=POLICIES, default="local", help="momentum in gossip")
     group.add_argument("--alpha", type=float, default=0.1, help="pull of dppf")
     group.add_argument("--lam", type=float, default=0.5, help="push of dppf")
     group.add_argument("--schedule", default="cosine_up", help="course of the push in training")

@@ -36,8 +36,9 @@ class Method:
         average: How the consensus variable x_C is formed.
         force: Pull toward x_C and push away from it.
         control: How many exchanges a round makes.
-        state: Whether optimizer state (momentum, moments) stays "local", or is taken to its own
-            "average" in the same exchanges as the parameters.
+        state: Whether optimizer state (momentum, moments) stays "local", is taken to its own
+            "average" in the same exchanges as the parameters, or, for momentum, is "quasi_global":
+            it follows the way that the parameters went in step and round.
         mix_first: Make a due round before the local step, so that gradients are applied where the
             workers have mixed: ``x <- mix(x) - update(x)``.
     """
@@ -51,6 +52,11 @@ class Method:
 
     def __post_init__(self) -> None:
         check_policy(self.state)
+        if self.state == "quasi_global" and self.mix_first:
+            raise ValueError(
+                "state is 'quasi_global', where momentum follows a step and the round after it, "
+                "and mix_first=True makes the round before; write state='local' or 'average'"
+            )
         parts = (
             ("timing", "next_round", "Every(4)"),
             ("average", "form", "AllReduce() or Gossip(topology('ring'))"),
@@ -72,7 +78,8 @@ def local_sgd(period: int, state: str = "local") -> Method:
 
     Args:
         period: Steps between rounds (tau), at least 1.
-        state: "average" takes momentum and moments to their mean too.
+        state: "average" takes momentum and moments to their mean too; "quasi_global" lets momentum
+            follow the parameters.
     """
     return Method(timing=Every(period), state=state)
 
@@ -122,7 +129,8 @@ def gossip_sgd(
         exchanges: Exchanges in a round.
         accelerated: Weigh the exchanges of a round so that together they mix best; for a topology
             that is fixed and symmetric.
-        state: "average" exchanges momentum and moments too.
+        state: "average" exchanges momentum and moments too; "quasi_global" lets momentum follow the
+            parameters, for data that differ from worker to worker.
     """
     average = Gossip(_resolve(topology), accelerated)
     return Method(Every(period), average, control=Fixed(exchanges), state=state)
@@ -155,7 +163,8 @@ def consensus_control(
             wherever the topology is fixed and undirected.
         meter: How Xi is measured.
         at_least: After ``during``, skip the exchanges of a round while Xi is below this.
-        state: "average" exchanges momentum and moments too.
+        state: "average" exchanges momentum and moments too; "quasi_global" lets momentum follow the
+            parameters, for data that differ from worker to worker.
     """
     graph = _resolve(topology)
     if accelerated is None:

@@ -23,6 +23,7 @@ from consensus_opt.amp import lent, unscale
 from consensus_opt.arguments import check_kinds
 from consensus_opt.checks import positive, whole
 from consensus_opt.methods import Method
+from consensus_opt.momentum import QuasiGlobal, check_momentum
 from consensus_opt.rounds import LocalStep, Rounds
 from consensus_opt.state import travelling_state
 from consensus_opt.telemetry import Sink, as_sinks
@@ -85,6 +86,8 @@ class ConsensusOptimizer(torch.optim.Optimizer):
             total_steps = whole(total_steps, "total_steps", "total_steps=epochs * len(loader)")
         # Before `_inner` exists, what the base class assigns to the live views is ignored.
         super().__init__(optimizer.param_groups, getattr(optimizer, "defaults", {}))
+        if method.state == "quasi_global":
+            check_momentum(optimizer.param_groups)
         self._inner = optimizer
         self._model = model
         self._found_inf: Tensor | None = None
@@ -213,11 +216,15 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         # GradScaler sets these two for the duration of a step, and deletes them after it.
         self._found_inf = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
+        follows = self.method.state == "quasi_global" and self.transport.size > 1
+        momentum = QuasiGlobal(self.param_groups, self.state) if follows else None
         if self.method.mix_first:
             self._communicate(scale)
         loss = self._inner_step(closure, scale)
         if not self.method.mix_first:
             self._communicate(scale)
+        if momentum is not None and self.step_applied:
+            momentum.renew(self.state)
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,7 +2,8 @@
 
 Averaging parameters alone lets momentum and Adam's moments drift apart; that ruined generalization
 of decentralized Adam in Kong et al., ICML 2021. With the policy ``"average"`` they travel in the
-same exchanges as the parameters.
+same exchanges as the parameters; with ``"quasi_global"`` momentum follows the parameters, and
+nothing travels (see :mod:`consensus_opt.momentum`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-POLICIES = ("local", "average")
+POLICIES = ("local", "average", "quasi_global")
 
 
 def check_policy(policy: str) -> None:
@@ -32,7 +33,7 @@ def travelling_state(
     These are the real-valued tensors of a parameter's own shape (momentum buffers, moments), not
     step counters.
     """
-    if policy == "local":
+    if policy != "average":
         return []
     return [
         value

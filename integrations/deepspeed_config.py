@@ -107,6 +107,11 @@ def consensus(config: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
             "default, and DeepSpeed has discarded them when a round begins; write a number, for "
             'example "target": 0.5, in units of the parameters\' norm'
         )
+    if method.state == "quasi_global":
+        raise ValueError(
+            "'state' is 'quasi_global', for which momentum is rewritten around each step, and "
+            'DeepSpeed keeps it in places of its own; write "state": "average" or "local"'
+        )
     return method, {key: block[key] for key in OPTIONS if key in block}
 
 
