@@ -85,7 +85,7 @@ def meet_all(transport: Transport, header: Header, description: str) -> tuple[He
     """
     rows = transport.gather(header.row(transport.batch))
     if len(set(rows[:, 0].tolist())) > 1:
-        raise _description_mismatch(_gather_texts(transport, description))
+        raise _description_mismatch(gather_texts(transport, description))
     operations = [int(value) for value in rows[:, 3].tolist()]
     if len(set(operations)) > 1:
         calls = ", ".join(f"rank {m}: {OPERATIONS[o]}" for m, o in enumerate(operations))
@@ -120,7 +120,8 @@ def meet_neighbours(transport: Transport, header: Header, mixing: MixingMatrix) 
             )
 
 
-def _gather_texts(transport: Transport, text: str) -> list[str]:
+def gather_texts(transport: Transport, text: str) -> list[str]:
+    """Collect a text from each rank."""
     data = torch.tensor(list(text.encode()), dtype=torch.float64)
     length = transport.gather(torch.tensor([float(len(data))], dtype=torch.float64))
     padded = torch.nn.functional.pad(data, (0, int(length.max()) - len(data)))

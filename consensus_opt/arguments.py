@@ -10,7 +10,9 @@ from consensus_opt.methods import Method
 from consensus_opt.transport import Transport
 
 
-def check_kinds(optimizer: Any, method: Any, model: Any, transport: Any) -> None:
+def check_kinds(
+    optimizer: Any, method: Any, model: Any, transport: Any, shards: Any = None
+) -> None:
     """Raise ``TypeError`` where an argument is of the wrong kind."""
     needed = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
     missing = [name for name in needed if not hasattr(optimizer, name)]
@@ -26,8 +28,14 @@ def check_kinds(optimizer: Any, method: Any, model: Any, transport: Any) -> None
         )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and is {model!r}; write model=model")
-    if transport is not None and not isinstance(transport, Transport):
+    for name, value in (("transport", transport), ("shards", shards)):
+        if value is not None and not isinstance(value, Transport):
+            raise TypeError(
+                f"{name} must be a Transport, and is {value!r}; write {name}="
+                "TorchTransport(group) or leave it out"
+            )
+    if shards is not None and transport is None:
         raise TypeError(
-            f"transport must be a Transport, and is {transport!r}; write transport="
-            "TorchTransport(group) or leave it out"
+            f"shards is {shards!r}, and transport is not given; say which ranks hold the same "
+            "piece of the other replicas; write transport=TorchTransport(group)"
         )

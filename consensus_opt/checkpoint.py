@@ -51,9 +51,11 @@ def save(
 
     Raises:
         TypeError: If ``extra`` holds other objects.
+        ValueError: If replicas are sharded.
         RuntimeError: On every rank, if one could not write; chained to its own error on that rank.
     """
     _check_extra(extra)
+    _check_whole(optimizer)
     transport = optimizer.transport
     with optimizer.averaged():
         state = Path(folder) / f"step-{optimizer.clock:08d}"
@@ -89,6 +91,7 @@ def load(
     Raises:
         FileNotFoundError: On every rank, if one of them has no complete state (of that step).
     """
+    _check_whole(optimizer)
     transport = optimizer.transport
     chosen = _agree(Path(folder), transport, step)
     state = Path(folder) / f"step-{chosen:08d}"
@@ -112,7 +115,9 @@ def save_mean(path: str | Path, model: nn.Module, optimizer: ConsensusOptimizer)
 
     Raises:
         RuntimeError: On every rank, if rank 0 could not write.
+        ValueError: If replicas are sharded.
     """
+    _check_whole(optimizer)
     with optimizer.averaged():
         _write_model(Path(path), model, optimizer.transport)
 
@@ -227,6 +232,15 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
             os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _check_whole(optimizer: ConsensusOptimizer) -> None:
+    if optimizer.shards.size > 1:
+        raise ValueError(
+            f"the replica lies in {optimizer.shards.size} pieces, and consensus_opt.checkpoint "
+            "takes whole ones; write engine.save_checkpoint(folder) with DeepSpeed, and "
+            "consensus_opt.integrations.fsdp.save(folder, model, optimizer) with fully_shard"
+        )
 
 
 def _check_extra(extra: Any) -> None:

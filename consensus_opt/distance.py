@@ -25,11 +25,13 @@ from torch import Tensor
 
 from consensus_opt.checks import whole_field
 from consensus_opt.mixing import Matrix, Spectrum
-from consensus_opt.transport import Transport, arithmetic_dtype
+from consensus_opt.transport import SoloTransport, Transport, arithmetic_dtype, total
 
 _FOLD = 1 << 20
 _SPAN = 256
 _STARTS = 1 << 16
+_BETWEEN_PIECES = 0x9E3779B9
+"""Odd and of 32 bits, which are all that torch takes of a seed."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,15 @@ class Sketch:
                 f"write {example}"
             )
 
-    def measure(self, flats: Sequence[Tensor], transport: Transport, turn: int = 0) -> Distance:
+    def measure(
+        self,
+        flats: Sequence[Tensor],
+        transport: Transport,
+        turn: int = 0,
+        shards: Transport | None = None,
+    ) -> Distance:
         """Return an estimate of Xi; a collective call, with the arguments of :meth:`gather`."""
-        rows, _ = self.gather(flats, transport, turn)
+        rows, _ = self.gather(flats, transport, turn, shards=shards)
         return of_squares(((rows - rows.mean(0)) ** 2).mean(0))
 
     def gather(
@@ -107,6 +115,7 @@ class Sketch:
         transport: Transport,
         turn: int = 0,
         beside: Tensor | None = None,
+        shards: Transport | None = None,
     ) -> tuple[Matrix, tuple[float, ...]]:
         """Return all workers' sketches, ``(n, K)`` and the same bits everywhere; collective.
 
@@ -116,27 +125,34 @@ class Sketch:
             turn: Number of the measurement, the same on all ranks. Each takes other signs, so that
                 no direction stays hidden.
             beside: Values of shape ``batch + (j,)`` whose means over the workers are returned too.
+            shards: The way to the other pieces of this replica, over which all values are summed.
         """
-        own = self.project(flats, turn)
+        shards = shards or SoloTransport()
+        own = self.project(flats, turn, shards.rank) if flats else self._nothing(transport)
         row = own if beside is None else torch.cat([own, beside.to(own)], dim=-1)
-        rows = transport.gather(row)
-        transport.bytes_sent += (transport.size - 1) * row.numel() * row.element_size()
+        for way in (shards, transport):
+            way.bytes_sent += (way.size - 1) * row.numel() * row.element_size()
+        rows = transport.gather(total(row, shards))
         return rows[:, : self.values].numpy(), tuple(rows[:, self.values :].mean(0).tolist())
 
-    def project(self, flats: Sequence[Tensor], turn: int = 0) -> Tensor:
-        """Return ``y``, shape ``batch + (K,)``, fp64."""
+    def project(self, flats: Sequence[Tensor], turn: int = 0, piece: int = 0) -> Tensor:
+        """Return ``y``, shape ``batch + (K,)``, fp64; each piece of a replica has other signs."""
         batch = flats[0].shape[:-1]
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn + 1)
-        total = torch.zeros(batch.numel(), self.values, dtype=torch.float64, device=flats[0].device)
-        for flat in flats:
+        seed = self.seed * 1_000_003 + turn + 1 + piece * _BETWEEN_PIECES
+        generator = torch.Generator().manual_seed(seed)
+        folds = torch.zeros(batch.numel(), self.values, dtype=torch.float64, device=flats[0].device)
+        for flat in (flat for flat in flats if flat.numel()):
             rows = flat.reshape(-1, flat.shape[-1])
             start = int(torch.randint(_STARTS, (), generator=generator))
             turns = _random_signs(-(-rows.shape[-1] // _SPAN), generator)
             signs = _signs(self.seed, flat.device, arithmetic_dtype(flat.dtype))[start:]
             turns = turns.to(signs).unsqueeze(-1)
             folded = [self._fold(row, signs, turns) for row in rows]
-            total += torch.stack(folded).to(total)
-        return total.reshape(*batch, self.values)
+            folds += torch.stack(folded).to(folds)
+        return folds.reshape(*batch, self.values)
+
+    def _nothing(self, transport: Transport) -> Tensor:
+        return torch.zeros(*transport.batch, self.values, dtype=torch.float64)
 
     def _fold(self, vector: Tensor, signs: Tensor, turns: Tensor) -> Tensor:
         """Fold one vector onto K values.

@@ -45,7 +45,7 @@ class FlatParameters:
 
     Raises:
         ValueError: If a tensor lacks the leading shape ``batch``.
-        TypeError: If a tensor is sparse, or sharded (a DTensor).
+        TypeError: If a tensor is sparse.
     """
 
     def __init__(
@@ -53,23 +53,24 @@ class FlatParameters:
     ) -> None:
         self._batch = batch
         self.tensors = list(tensors)
-        for tensor in self.tensors:
+        self._local = [local(tensor) for tensor in self.tensors]
+        for tensor in self._local:
             _check(tensor, batch)
-        shared = _shared_storages(self.tensors)
+        shared = _shared_storages(self._local)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in self.tensors:
+        viewable = []
+        for whole, tensor in zip(self.tensors, self._local, strict=True):
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        self._buffers = [
-            self._build(group, [t for t in group if views and _can_view(t, batch, shared)])
-            for group in groups.values()
-        ]
+            if views and whole is tensor and _can_view(tensor, batch, shared):
+                viewable.append(tensor)
+        self._buffers = [self._build(group, viewable) for group in groups.values()]
         self.buffers = [_as_real(buffer.flat) for buffer in self._buffers]
 
     def is_current(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether these are still the same tensors, and still views of the buffers."""
         if len(tensors) != len(self.tensors):
             return False
-        if any(a is not b for a, b in zip(tensors, self.tensors, strict=True)):
+        if any(local(a) is not b for a, b in zip(tensors, self._local, strict=True)):
             return False
         return all(
             tensor.data_ptr() == pointer and tensor.dtype == buffer.flat.dtype
@@ -113,7 +114,7 @@ class FlatParameters:
             reals = 2 if buffer.flat.is_complex() else 1
             for tensor, start, end in (*buffer.viewed, *buffer.packed):
                 parts[id(tensor)] = values[..., reals * start : reals * end]
-        return [parts[id(tensor)] for tensor in self.tensors]
+        return [parts[id(tensor)] for tensor in self._local]
 
     def release(self) -> None:
         """Give every viewed tensor memory of its own again."""
@@ -149,12 +150,16 @@ class FlatParameters:
         return members, width
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's piece of a DTensor; other tensors are whole."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():  # where it is the piece itself, and not a view of it
+        piece: Tensor = tensor.to_local()
+    return piece
+
+
 def _check(tensor: Tensor, batch: tuple[int, ...]) -> None:
-    if hasattr(tensor, "to_local"):
-        raise TypeError(
-            f"a parameter of shape {tuple(tensor.shape)} is a DTensor, a piece of a sharded model, "
-            "and ConsensusOptimizer takes whole replicas; wrap the model with DDP or nothing"
-        )
     if tensor.layout != torch.strided:
         raise TypeError(
             f"a parameter has layout {tensor.layout}, and only strided (dense) parameters can be "
@@ -233,6 +238,7 @@ def _strides(tensor: Tensor, width: int, batch: tuple[int, ...]) -> tuple[int, .
 
 def layout(tensor: Tensor, batch: tuple[int, ...] = ()) -> str:
     """Write down what must be the same on all ranks for flat vectors to be of the same order."""
+    tensor = local(tensor)
     text = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
     row = _row(tensor, batch)
     axes = [axis for axis, size in enumerate(row.shape) if size != 1]

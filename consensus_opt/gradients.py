@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from consensus_opt.flat import local
 from consensus_opt.transport import arithmetic_dtype
 
 
@@ -69,9 +70,13 @@ class GradientMeter:
             self._steps += 1
         self.watch(parameters)
 
-    def take(self) -> Tensor:
-        """Return the sum of ``||g||^2`` and the number of steps, ``batch + (2,)``; start anew."""
-        steps = torch.full(self._batch, float(self._steps), dtype=torch.float64)
+    def take(self, pieces: int = 1) -> Tensor:
+        """Return the sum of ``||g||^2`` and the number of steps, ``batch + (2,)``; start anew.
+
+        Args:
+            pieces: Number of ranks that share the worker's gradients: the sums over them count.
+        """
+        steps = torch.full(self._batch, self._steps / pieces, dtype=torch.float64)
         taken = torch.stack([self._sum, steps], dim=-1)
         self._sum, self._steps = torch.zeros_like(self._sum), 0
         return taken
@@ -93,8 +98,8 @@ class GradientMeter:
         return (together if scale is None else together / scale.to(together)).square().sum(0)
 
     def _measure(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
         rows = gradient.detach().reshape(*self._batch, -1)

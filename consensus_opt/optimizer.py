@@ -49,6 +49,8 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         model: The module whose buffers (BatchNorm statistics) belong to the parameters. They are
             local in training; ``averaged()`` and ``synchronize()`` average floating-point ones.
         transport: How to reach the other workers; found from what is initialised if not given.
+        shards: How to reach the ranks that hold the other pieces of this replica, where it is
+            sharded; ``transport`` then reaches the same piece of the other replicas.
         total_steps: Number of steps that training will take, for schedules over training.
         broadcast: Start all workers from rank 0's parameters and buffers; False keeps their own.
         telemetry: Called with a ``RoundRecord`` after each round; one callable or several.
@@ -71,6 +73,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         *,
         model: nn.Module | None = None,
         transport: Transport | None = None,
+        shards: Transport | None = None,
         total_steps: int | None = None,
         broadcast: bool = True,
         telemetry: Sink | Sequence[Sink] | None = None,
@@ -81,7 +84,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
                 "optimizer is a ConsensusOptimizer already, and one method runs at a time; wrap "
                 "the optimizer inside it: ConsensusOptimizer(optimizer.inner, method)"
             )
-        check_kinds(optimizer, method, model, transport)
+        check_kinds(optimizer, method, model, transport, shards)
         if total_steps is not None:
             total_steps = whole(total_steps, "total_steps", "total_steps=epochs * len(loader)")
         # Before `_inner` exists, what the base class assigns to the live views is ignored.
@@ -94,7 +97,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         self._averaging = False
         self._timeout = positive(timeout, "timeout", "timeout=300.0, in seconds")
         self._rounds = Rounds(method, total_steps, as_sinks(telemetry), self._views)
-        self.transport = transport or _find_transport(timeout)
+        self._rounds.connect(transport or _find_transport(timeout), shards)
         everything = self._everything() if broadcast else []
         self._connected().start(self._trainable(), everything, self._lr())
 
@@ -161,12 +164,27 @@ class ConsensusOptimizer(torch.optim.Optimizer):
     def transport(self) -> Transport:
         """The way to the other workers; a pickled copy finds one at its first step, or is given."""
         if not hasattr(self._rounds, "transport"):
+            if self._rounds.pieces > 1:
+                raise RuntimeError(
+                    f"this is a copy of the optimizer of a replica in {self._rounds.pieces} "
+                    "pieces, and does not know their ranks; write optimizer.connect(transport, "
+                    "shards) before its first step"
+                )
             self._rounds.connect(_find_transport(self._timeout))
         return self._rounds.transport
 
     @transport.setter
     def transport(self, transport: Transport) -> None:
         self._rounds.connect(transport)
+
+    @property
+    def shards(self) -> Transport:
+        """The way to the other pieces of this replica; of size 1 where it is whole."""
+        return self._rounds.shards
+
+    def connect(self, transport: Transport, shards: Transport | None = None) -> None:
+        """Reach the other workers, and the other pieces of this replica, by these from now on."""
+        self._rounds.connect(transport, shards)
 
     @property
     def clock(self) -> int:
@@ -340,6 +358,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
             "total_steps": self._rounds.total_steps,
             "rounds": self._rounds.state_dict(),
             "timeout": self._timeout,
+            "pieces": self._rounds.pieces,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -349,12 +368,13 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         self._found_inf, self._averaging = None, False
         self._rounds = Rounds(state["method"], state["total_steps"])
         self._rounds.load_state_dict(state["rounds"])
+        self._rounds.pieces = state["pieces"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsensusOptimizer:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.transport = self.transport
+        twin.connect(self.transport, self.shards)
         return twin
 
     # ------------------------------------------------------------------ what is averaged

@@ -30,8 +30,9 @@ from consensus_opt.distance import Distance, root_mean
 from consensus_opt.flat import FlatParameters, layout
 from consensus_opt.gradients import GradientMeter
 from consensus_opt.methods import Method
+from consensus_opt.shards import check_pieces, meet_pieces
 from consensus_opt.telemetry import RoundRecord, Sink
-from consensus_opt.transport import Transport
+from consensus_opt.transport import SoloTransport, Transport, total
 
 VERSION = 1
 
@@ -60,6 +61,8 @@ class Rounds:
 
     Attributes:
         transport: The way to the other workers.
+        shards: The way to the other pieces of this replica.
+        pieces: Number of the pieces.
         clock: Calls of ``step()`` so far; all timing counts in it.
         rounds: Rounds so far.
         exchanges: Exchanges so far: the phase of a time-varying topology.
@@ -67,6 +70,8 @@ class Rounds:
     """
 
     transport: Transport
+    shards: Transport = SoloTransport()
+    pieces = 1
 
     def __init__(
         self,
@@ -89,8 +94,8 @@ class Rounds:
         self._carried: dict[str, Any] = {}
         self._workers: int | None = None
 
-    def connect(self, transport: Transport) -> None:
-        """Use this transport from now on.
+    def connect(self, transport: Transport, shards: Transport | None = None) -> None:
+        """Use this transport from now on, and the same ``shards`` as before if none are given.
 
         Raises:
             ValueError: If the method does not fit its number of workers.
@@ -98,6 +103,8 @@ class Rounds:
         self.method.average.validate(transport.size)
         self.method.control.validate(self.total_steps)
         self.transport, self._met = transport, False
+        self.shards = shards or self.shards
+        self.pieces = self.shards.size
         self._count(transport.size)
         if self.method.control.uses_gradients and transport.size > 1:
             measured = self._measured_gradients()
@@ -130,7 +137,8 @@ class Rounds:
                 self._round(step)
 
     def _round(self, step: LocalStep) -> None:
-        sent, waited = self.transport.bytes_sent, self.transport.wait_seconds
+        ways = self.transport, self.shards
+        sent, waited = (sum(way.bytes_sent for way in ways), sum(way.wait_seconds for way in ways))
         flat = self._refresh(step.parameters, step.state)
         lr = self._open_round(step.lr)
         force = self.method.force
@@ -143,7 +151,8 @@ class Rounds:
             part.unpack()
         self.rounds += 1
         self.exchanges += outcome.exchanges
-        self.bytes_sent += self.transport.bytes_sent - sent
+        sent = sum(way.bytes_sent for way in ways) - sent
+        self.bytes_sent += sent
         self._next = self._after(self.clock, lr)
         distance = outcome.distance or self._known_distance(squared)
         record = RoundRecord(
@@ -157,8 +166,8 @@ class Rounds:
             pull=pull,
             push=push,
             pushed=pushed,
-            bytes_sent=self.transport.bytes_sent - sent,
-            wait_seconds=self.transport.wait_seconds - waited,
+            bytes_sent=sent,
+            wait_seconds=sum(way.wait_seconds for way in ways) - waited,
         )
         for sink in self._sinks:
             sink(record)
@@ -180,7 +189,8 @@ class Rounds:
         if outcome.exchanges == 0:
             return outcome, None, True
         with record_function("consensus_opt::force"):
-            squared, floor = forces.squared_distance(flat.buffers, self._centres)
+            own = torch.stack(forces.squared_distance(flat.buffers, self._centres), dim=-1)
+            squared, floor = total(own, self.shards).unbind(-1)
             forces.move(flat.buffers, self._centres, forces.line_weight(squared, floor, pull, push))
         return outcome, squared, push == 0.0 or bool((squared > floor).all())
 
@@ -200,16 +210,17 @@ class Rounds:
 
     def _decide(self, flats: Sequence[Tensor]) -> Outcome:
         """Measure what the control wants to know, and return what rank 0 makes of it."""
-        control, clock, total = self.method.control, self.clock, self.total_steps
-        meter = control.meter_at(clock, total)
+        control, clock, steps = self.method.control, self.clock, self.total_steps
+        meter = control.meter_at(clock, steps)
         if meter is None:
-            return control.decide(clock, total, None, self._memory)
+            return control.decide(clock, steps, None, self._memory)
         with record_function("consensus_opt::measure"):
-            beside = None if self._gradients is None else self._gradients.take()
-            rows, extra = meter.gather(flats, self.transport, clock, beside)
+            beside = None if self._gradients is None else self._gradients.take(self.pieces)
+            rows, extra = meter.gather(flats, self.transport, clock, beside, self.shards)
             forecast = Forecast(self.method.average.foresee(rows, self.exchanges), extra)
-            outcome = control.decide(clock, total, forecast, self._memory)
-            return outcome.told(self.transport.gather(outcome.row(self.transport.batch))[0])
+            outcome = control.decide(clock, steps, forecast, self._memory)
+            told = self.transport.gather(outcome.row(self.transport.batch))[0]
+            return outcome.told(self.shards.gather(told)[0])
 
     def _known_distance(self, squared: Tensor | None) -> Distance | None:
         """Return the distance that an exact mean gives away: 0 after it replaced the parameters."""
@@ -254,16 +265,20 @@ class Rounds:
         state: Sequence[Tensor] = (),
         start: Sequence[Tensor] = (),
     ) -> str:
-        entries: list[tuple[str, object]] = [
-            ("workers", self.transport.size),
-            ("method", self.method),
-            ("total_steps", self.total_steps),
-        ]
+        check_pieces([*parameters, *state, *start], self.shards)
+        entries = [("piece", f"{self.shards.rank} of {self.pieces}"), *self._settings()]
         for kind, tensors in zip(KINDS, (parameters, state, start), strict=True):
             entries += [
                 (f"{kind} {i}", layout(t, self.transport.batch)) for i, t in enumerate(tensors)
             ]
         return describe(entries)
+
+    def _settings(self) -> list[tuple[str, object]]:
+        return [
+            ("workers", self.transport.size),
+            ("method", self.method),
+            ("total_steps", self.total_steps),
+        ]
 
     def _open_round(self, lr: float) -> float:
         """Compare headers with those whom this round meets; return the agreed learning rate."""
@@ -275,9 +290,22 @@ class Rounds:
         return lr
 
     def _meet(self, operation: str, lr: float = 0.0) -> float:
-        """Meet all ranks and go on from where the furthest of them is."""
+        """Meet all ranks and go on from where the furthest of them is.
+
+        The pieces of a replica take each of their steps together, so that they need to meet only
+        where something new begins, or a learning rate decides.
+        """
         header = self._header(operation, lr)
-        agreed, together = meet_all(self.transport, header, self._description)
+
+        def meet() -> tuple[Header, bool]:
+            return meet_all(self.transport, header, self._description)
+
+        new = not self._met or operation != "step()" or self.method.timing.uses_lr
+        if self.pieces > 1 and new:
+            own = describe([("worker", self.transport.rank), *self._settings()])
+            agreed, together = meet_pieces(self.shards, meet, own)
+        else:
+            agreed, together = meet()
         self.clock, self.exchanges, self._met = agreed.clock, agreed.exchanges, True
         if not together:
             self._memory = {}
@@ -337,7 +365,8 @@ class Rounds:
             self.transport.mean(mean)
         pairs = zip(part.pieces(part.buffers), part.pieces(means), strict=True)
         squared = [forces.squared_distance([x], [mean])[0] for x, mean in pairs]
-        rows = self.transport.gather(torch.stack([s.cpu() for s in squared], dim=-1))
+        own = total(torch.stack([s.cpu() for s in squared], dim=-1), self.shards)
+        rows = self.transport.gather(own)
         each = rows.mean(0).sqrt().tolist()
         return {id(tensor): value for tensor, value in zip(part.tensors, each, strict=True)}
 
@@ -359,10 +388,14 @@ class Rounds:
         return flat, extra
 
     @torch.no_grad()
-    def _average(self, parts: Sequence[FlatParameters]) -> None:
+    def _average(self, parts: tuple[FlatParameters, FlatParameters]) -> None:
+        """Average parameters over the workers, and buffers, which are no pieces, over all ranks."""
+        parameters, extra = parts
+        for buffer in (*parameters.buffers, *extra.buffers):
+            self.transport.mean(buffer)
+        for buffer in extra.buffers:
+            self.shards.mean(buffer)
         for part in parts:
-            for buffer in part.buffers:
-                self.transport.mean(buffer)
             part.unpack()
 
     # ------------------------------------------------------------------ state

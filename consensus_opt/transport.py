@@ -212,6 +212,16 @@ def terms(mixing: MixingMatrix, rank: int) -> Terms:
     return Terms(own, peers, 1.0)
 
 
+def total(values: Tensor, shards: Transport) -> Tensor:
+    """Return the sum of values over the pieces of a replica, the same bits on each of them.
+
+    Args:
+        values: A handful, of shape ``batch + (k,)``.
+        shards: The way to the other pieces.
+    """
+    return values if shards.size == 1 else shards.gather(values).sum(0)
+
+
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are averaged: at least fp32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
