@@ -8,7 +8,7 @@ forms an *average* with other workers over a *transport* and lets a *force* move
 from consensus_opt.averaging import AllReduce, Gossip
 from consensus_opt.control import Fixed, KeepBelow
 from consensus_opt.distance import Sketch
-from consensus_opt.errors import PeerError, RankMismatchError
+from consensus_opt.errors import EndOfDataError, PeerError, RankMismatchError
 from consensus_opt.forces import Force
 from consensus_opt.methods import (
     Method,
@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllReduce",
     "ConsensusOptimizer",
+    "EndOfDataError",
     "Every",
     "Fixed",
     "Force",

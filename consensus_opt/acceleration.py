@@ -84,8 +84,9 @@ def _matrices(data: bytes, n: int, exchanges: int) -> tuple[MixingMatrix, ...]:
 @lru_cache(maxsize=256)
 def _roots(data: bytes, n: int, exchanges: int) -> Vector:
     others = _modes(data, n)[0][:-1]
-    if n == 1 or np.ptp(others) < 1e-9:
-        return np.full(exchanges, others.mean() if n > 1 else 0.0)
+    others = others[others < 1 - 1e-9]  # workers that have ended exchange nothing
+    if not len(others) or np.ptp(others) < 1e-9:
+        return np.full(exchanges, others.mean() if len(others) else 0.0)
     return _in_stable_order(polynomial_roots(others, exchanges))
 
 

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 import torch
@@ -22,15 +22,20 @@ from consensus_opt.errors import RankMismatchError
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.transport import Transport
 
+ENDED = "the end of its data"
+OWING = "the end of its data, with steps that no round has seen"
+
 OPERATIONS = (
     "the start of training",
     "step()",
     "averaged()",
     "synchronize()",
     "consensus_distance()",
+    ENDED,
+    OWING,
 )
 
-KINDS = ("parameter", "state tensor", "start value")
+KINDS = ("parameter", "start value")
 """What is described a line each: what is averaged, and what rank 0 gives to all at the start."""
 
 
@@ -44,6 +49,7 @@ class Header:
         exchanges: Exchanges so far.
         operation: Index into ``OPERATIONS``.
         lr: Learning rate of the first parameter group.
+        state: Hash of the list of optimizer state that travels.
     """
 
     fingerprint: int
@@ -51,11 +57,39 @@ class Header:
     exchanges: int
     operation: int
     lr: float
+    state: int = 0
 
     def row(self, batch: tuple[int, ...]) -> Tensor:
-        """Return the header as numbers, shape ``batch + (5,)``."""
-        numbers = (self.fingerprint, self.clock, self.exchanges, self.operation, self.lr)
-        return torch.tensor(numbers, dtype=torch.float64).repeat(*batch, 1).view(*batch, 5)
+        """Return the header as numbers, shape ``batch + (6,)``."""
+        numbers = torch.tensor(astuple(self), dtype=torch.float64)
+        return numbers.repeat(*batch, 1).view(*batch, len(numbers))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks go on with after they have met.
+
+    Attributes:
+        operation: What they are about to do; ``ENDED`` where no rank has more data.
+        clock: That of the rank that is furthest, so that a rank that restarted from an older state
+            joins the others; so are ``exchanges``.
+        exchanges: The phase of the topology.
+        lr: Learning rate of the first rank that has data.
+        together: Whether all ranks with data were equally far.
+        ended: The ranks without more data.
+        members: The ranks whose models count: those in the operation, and those that have ended
+            with steps that no round has seen yet.
+        state: Each rank's hash of its travelling state.
+    """
+
+    operation: str
+    clock: int
+    exchanges: int
+    lr: float
+    together: bool
+    ended: tuple[int, ...]
+    members: tuple[int, ...]
+    state: tuple[int, ...]
 
 
 def describe(entries: Sequence[tuple[str, object]]) -> str:
@@ -70,51 +104,57 @@ def fingerprint(description: str) -> int:
     return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 12
 
 
-def meet_all(transport: Transport, header: Header, description: str) -> tuple[Header, bool]:
-    """Compare headers among all ranks and return the one that all go on with.
-
-    The clock and phase of the rank that is furthest count, so that a rank that restarted from an
-    older state joins the others, and so does rank 0's learning rate.
-
-    Returns:
-        That header, and whether all ranks were equally far.
+def meet_all(transport: Transport, header: Header, description: str) -> Agreement:
+    """Compare headers among all ranks and return what all go on with.
 
     Raises:
         RankMismatchError: On every rank, if descriptions or operations differ. Names the ranks that
             differ from the majority, and what differs.
     """
-    rows = transport.gather(header.row(transport.batch))
-    if len(set(rows[:, 0].tolist())) > 1:
+    rows = [Header(*row) for row in transport.gather(header.row(transport.batch)).tolist()]
+    if len({row.fingerprint for row in rows}) > 1:
         raise _description_mismatch(gather_texts(transport, description))
-    operations = [int(value) for value in rows[:, 3].tolist()]
-    if len(set(operations)) > 1:
-        calls = ", ".join(f"rank {m}: {OPERATIONS[o]}" for m, o in enumerate(operations))
-        raise RankMismatchError(
-            f"ranks are in different calls ({calls}); averaged(), synchronize() and "
-            "consensus_distance() are collective: call them on all ranks, outside 'if rank == 0'"
-        )
-    clock, exchanges = (int(value) for value in max(rows[:, 1:3].tolist()))
-    together = len({tuple(row) for row in rows[:, 1:3].tolist()}) == 1
-    agreed = replace(header, clock=clock, exchanges=exchanges, lr=float(rows[0, 4]))
-    return agreed, together
+    calls = [OPERATIONS[int(row.operation)] for row in rows]
+    busy = [m for m, call in enumerate(calls) if call not in (ENDED, OWING)]
+    if len({calls[m] for m in busy}) > 1:
+        raise _call_mismatch(calls)
+    return Agreement(
+        operation=calls[busy[0]] if busy else ENDED,
+        clock=int(max(row.clock for row in rows)),
+        exchanges=int(max((row.clock, row.exchanges) for row in rows)[1]),
+        lr=rows[busy[0] if busy else 0].lr,
+        together=len({(rows[m].clock, rows[m].exchanges) for m in busy}) <= 1,
+        ended=tuple(m for m in range(len(rows)) if m not in busy),
+        members=tuple(m for m, call in enumerate(calls) if not busy or call != ENDED),
+        state=tuple(int(row.state) for row in rows),
+    )
+
+
+def _call_mismatch(calls: list[str]) -> RankMismatchError:
+    each = ", ".join(f"rank {m}: {call}" for m, call in enumerate(calls))
+    return RankMismatchError(
+        f"ranks are in different calls ({each}); averaged(), synchronize() and "
+        "consensus_distance() are collective: call them on all ranks, outside 'if rank == 0'. If "
+        "ranks take different numbers of steps, write 'with optimizer.join():' around the loop"
+    )
 
 
 def meet_neighbours(transport: Transport, header: Header, mixing: MixingMatrix) -> None:
     """Compare headers with the ranks from which this one receives.
 
     Raises:
-        RankMismatchError: Names the first neighbour that differs, and what differs.
+        RankMismatchError: Soon on every rank. Names the first neighbour that differs, and how.
     """
     rows = transport.gather_neighbours(header.row(transport.batch), mixing)
     peers = [peer for peer, _ in mixing.receives(transport.rank)]
     for peer, row in zip(peers, rows.tolist(), strict=False):
         if row[0] != header.fingerprint:
-            raise RankMismatchError(
+            transport.give_up(
                 f"rank {peer} has other parameters or another method than rank {transport.rank}; "
                 "call add_param_group and change requires_grad in the same step on all ranks"
             )
         if row[1] != header.clock:
-            raise RankMismatchError(
+            transport.give_up(
                 f"rank {peer} is at step {int(row[1])} and rank {transport.rank} at step "
                 f"{header.clock}; load the same step on all ranks, and call step() equally often"
             )
@@ -141,7 +181,7 @@ def _description_mismatch(texts: list[str]) -> RankMismatchError:
     return RankMismatchError(
         f"ranks {odd} differ from the other {len(texts) - len(odd)}: "
         f"rank {odd[0]} has {difference}. All ranks need the same model, parameter groups, "
-        "method and broadcast; build them from the same arguments on every rank"
+        "method, broadcast and join(); build them from the same arguments on every rank"
     )
 
 

@@ -7,6 +7,18 @@ things that a single process cannot know: that ranks disagree, and that a peer i
 from __future__ import annotations
 
 
+class EndOfDataError(RuntimeError):
+    """Another worker has run out of data, and all stop: see ``ConsensusOptimizer.join``.
+
+    Attributes:
+        of: The rounds that stop.
+    """
+
+    def __init__(self, message: str, of: object = None) -> None:
+        super().__init__(message)
+        self.of = of
+
+
 class RankMismatchError(RuntimeError):
     """Ranks were started with different parameters, methods or clocks."""
 

@@ -22,18 +22,20 @@ from torch import Tensor, nn
 from consensus_opt.amp import lent, unscale
 from consensus_opt.arguments import check_kinds
 from consensus_opt.checks import positive, whole
+from consensus_opt.joining import UnevenData
+from consensus_opt.meeting import LocalStep
 from consensus_opt.methods import Method
 from consensus_opt.momentum import QuasiGlobal, check_momentum
-from consensus_opt.rounds import LocalStep, Rounds
 from consensus_opt.state import travelling_state
 from consensus_opt.telemetry import Sink, as_sinks
 from consensus_opt.transport import Transport
+from consensus_opt.uneven import UnevenRounds
 
 KEY = "consensus"
 """Where the wrapper's own state lies in ``state_dict()``."""
 
 
-class ConsensusOptimizer(torch.optim.Optimizer):
+class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
     """Wraps an optimizer so that its worker takes local steps and now and then averages.
 
     ::
@@ -96,7 +98,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         self._found_inf: Tensor | None = None
         self._averaging = False
         self._timeout = positive(timeout, "timeout", "timeout=300.0, in seconds")
-        self._rounds = Rounds(method, total_steps, as_sinks(telemetry), self._views)
+        self._rounds = UnevenRounds(method, total_steps, as_sinks(telemetry), self._views)
         self._rounds.connect(transport or _find_transport(timeout), shards)
         everything = self._everything() if broadcast else []
         self._connected().start(self._trainable(), everything, self._lr())
@@ -225,12 +227,14 @@ class ConsensusOptimizer(torch.optim.Optimizer):
             RuntimeError: If called inside ``averaged()``.
             RankMismatchError: If ranks differ in parameters, method or clock.
             PeerError: If a peer died or did not answer in time.
+            EndOfDataError: If a worker has run out of data, in ``join("stop")``.
         """
         if self._averaging:
             raise RuntimeError(
                 "step() was called inside 'with optimizer.averaged():', where the parameters are "
                 "the mean model's and will be put back; train outside of the block"
             )
+        self._announce()
         # GradScaler sets these two for the duration of a step, and deletes them after it.
         self._found_inf = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -247,20 +251,31 @@ class ConsensusOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _communicate(self, scale: Tensor | None) -> None:
-        parameters = self._trainable()
-        step = LocalStep(
+        self._connected().tick(self._local_step(scale))
+
+    def _local_step(self, scale: Tensor | None = None) -> LocalStep:
+        parameters, batch = self._trainable(), self.transport.batch
+        return LocalStep(
             parameters,
-            state=travelling_state(self.method.state, self.state, parameters),
+            state=travelling_state(self.method.state, self.state, parameters, batch),
             lr=self._lr(),
             gradient_scale=scale,
             # The user's own unscale_() has changed gradients since backward, and hides the factor.
             remeasure=self._found_inf is not None and scale is None,
         )
-        self._connected().tick(step)
 
-    def _connected(self) -> Rounds:
+    def _outlast(self) -> None:
+        """Follow workers with more data until none has any."""
+        self._connected().outlast(self._local_step(), self._all_parameters(), self._buffers())
+
+    def _follow_step(self) -> None:
+        """Follow workers with more data for one step."""
+        self._connected().follow_step(self._local_step(), self._all_parameters(), self._buffers())
+
+    def _connected(self) -> UnevenRounds:
         """Return the rounds after the transport is known."""
         _ = self.transport
+        self._rounds.uneven = self._mode()
         return self._rounds
 
     def _inner_step(self, closure: Callable[[], Any] | None, scale: Tensor | None) -> Any:
@@ -366,7 +381,7 @@ class ConsensusOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, getattr(inner, "defaults", {}))
         self._inner, self._model, self._timeout = inner, state["model"], state["timeout"]
         self._found_inf, self._averaging = None, False
-        self._rounds = Rounds(state["method"], state["total_steps"])
+        self._rounds = UnevenRounds(state["method"], state["total_steps"])
         self._rounds.load_state_dict(state["rounds"])
         self._rounds.pieces = state["pieces"]
 

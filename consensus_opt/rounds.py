@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,62 +15,25 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from consensus_opt import forces
-from consensus_opt.agreement import (
-    KINDS,
-    OPERATIONS,
-    Header,
-    describe,
-    fingerprint,
-    meet_all,
-    meet_neighbours,
-)
-from consensus_opt.control import Forecast, Memory, Outcome
+from consensus_opt.control import Forecast, Outcome
 from consensus_opt.distance import Distance, root_mean
-from consensus_opt.flat import FlatParameters, layout
+from consensus_opt.flat import FlatParameters
 from consensus_opt.gradients import GradientMeter
+from consensus_opt.meeting import LocalStep, Meeting
 from consensus_opt.methods import Method
-from consensus_opt.shards import check_pieces, meet_pieces
 from consensus_opt.telemetry import RoundRecord, Sink
-from consensus_opt.transport import SoloTransport, Transport, total
+from consensus_opt.transport import Transport, total
 
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class LocalStep:
-    """What the optimizer tells of the step that it has just taken.
-
-    Attributes:
-        parameters: What is averaged.
-        state: Optimizer state that travels with them.
-        lr: Learning rate of the step.
-        gradient_scale: GradScaler's factor in the gradients at backward; None if there was none.
-        remeasure: Gradients were unscaled since backward: measure them as they are.
-    """
-
-    parameters: Sequence[Tensor]
-    state: Sequence[Tensor] = ()
-    lr: float = 0.0
-    gradient_scale: Tensor | None = None
-    remeasure: bool = False
-
-
-class Rounds:
+class Rounds(Meeting):
     """Keeps one worker (or all stacked workers) in step with the others.
 
     Attributes:
-        transport: The way to the other workers.
-        shards: The way to the other pieces of this replica.
-        pieces: Number of the pieces.
-        clock: Calls of ``step()`` so far; all timing counts in it.
         rounds: Rounds so far.
-        exchanges: Exchanges so far: the phase of a time-varying topology.
         bytes_sent: Payload that this process sent in all rounds.
     """
-
-    transport: Transport
-    shards: Transport = SoloTransport()
-    pieces = 1
 
     def __init__(
         self,
@@ -80,16 +42,11 @@ class Rounds:
         sinks: Sequence[Sink] = (),
         views: bool = True,
     ) -> None:
-        self.method, self.total_steps, self._sinks = method, total_steps, tuple(sinks)
-        self._views = views
-        self.clock = self.rounds = self.exchanges = self.bytes_sent = 0
+        super().__init__(method, total_steps, views)
+        self._sinks = tuple(sinks)
+        self.rounds = self.bytes_sent = 0
         self._next: int | None = None
-        self._met = False
-        self._flat: FlatParameters | None = None
-        self._state = FlatParameters([])
-        self._centres: list[Tensor] = []
-        self._description = ""
-        self._memory: Memory = {}
+        self._worked = False
         self._gradients: GradientMeter | None = None
         self._carried: dict[str, Any] = {}
         self._workers: int | None = None
@@ -106,6 +63,7 @@ class Rounds:
         self.shards = shards or self.shards
         self.pieces = self.shards.size
         self._count(transport.size)
+        self._let_count(range(transport.size))
         if self.method.control.uses_gradients and transport.size > 1:
             measured = self._measured_gradients()
             self._gradients = GradientMeter(transport.batch)
@@ -126,6 +84,7 @@ class Rounds:
     def tick(self, step: LocalStep) -> None:
         """Count one step, and make a round when it is due."""
         self.clock += 1
+        self._worked = True
         if self.transport.size == 1:
             return
         if self._gradients is not None:
@@ -137,10 +96,24 @@ class Rounds:
                 self._round(step)
 
     def _round(self, step: LocalStep) -> None:
-        ways = self.transport, self.shards
-        sent, waited = (sum(way.bytes_sent for way in ways), sum(way.wait_seconds for way in ways))
-        flat = self._refresh(step.parameters, step.state)
-        lr = self._open_round(step.lr)
+        waited = self._waited()
+        self._refresh(step.parameters)
+        self._run(step, self._open_round(step), waited)
+
+    def _waited(self) -> float:
+        return self.transport.wait_seconds + self.shards.wait_seconds
+
+    def _run(self, step: LocalStep, lr: float, waited: float) -> None:
+        """Make the round that the ranks have agreed on.
+
+        Args:
+            step: The local step before it.
+            lr: Agreed learning rate.
+            waited: What :meth:`_waited` was before the ranks met.
+        """
+        assert self._flat is not None
+        ways, flat = (self.transport, self.shards), self._flat
+        sent = sum(way.bytes_sent for way in ways)
         force = self.method.force
         pull = force.pull.at(self.clock, self.total_steps, lr)
         push = force.push.at(self.clock, self.total_steps, lr)
@@ -149,7 +122,7 @@ class Rounds:
         outcome, squared, pushed = self._move(flat, pull, push)
         for part in (flat, self._state):
             part.unpack()
-        self.rounds += 1
+        self.rounds, self._worked = self.rounds + 1, False
         self.exchanges += outcome.exchanges
         sent = sum(way.bytes_sent for way in ways) - sent
         self.bytes_sent += sent
@@ -162,12 +135,12 @@ class Rounds:
             distance=None if distance is None else distance.value,
             distance_source=None if distance is None else distance.source,
             target=outcome.target,
-            radius=None if squared is None else squared.mean().sqrt().item(),
+            radius=None if squared is None or not self._counts() else squared.mean().sqrt().item(),
             pull=pull,
             push=push,
             pushed=pushed,
             bytes_sent=sent,
-            wait_seconds=sum(way.wait_seconds for way in ways) - waited,
+            wait_seconds=self._waited() - waited,
         )
         for sink in self._sinks:
             sink(record)
@@ -199,10 +172,10 @@ class Rounds:
         outcome, state = self._decide(flats), self._state.buffers
         if outcome.exchanges:
             with record_function("consensus_opt::average"):
-                self.method.average.form(
+                self._rule.form(
                     [*flats, *state],
                     [*outs, *state],
-                    self.transport,
+                    self._counting,
                     self.exchanges,
                     outcome.exchanges,
                 )
@@ -216,104 +189,21 @@ class Rounds:
             return control.decide(clock, steps, None, self._memory)
         with record_function("consensus_opt::measure"):
             beside = None if self._gradients is None else self._gradients.take(self.pieces)
-            rows, extra = meter.gather(flats, self.transport, clock, beside, self.shards)
-            forecast = Forecast(self.method.average.foresee(rows, self.exchanges), extra)
+            rows, extra = meter.gather(flats, self._counting, clock, beside, self.shards)
+            forecast = Forecast(self._rule.foresee(rows, self.exchanges), extra)
             outcome = control.decide(clock, steps, forecast, self._memory)
-            told = self.transport.gather(outcome.row(self.transport.batch))[0]
+            told = self._counting.gather(outcome.row(self.transport.batch))[0]
             return outcome.told(self.shards.gather(told)[0])
 
     def _known_distance(self, squared: Tensor | None) -> Distance | None:
         """Return the distance that an exact mean gives away: 0 after it replaced the parameters."""
         if not self.method.average.exact:
             return None
-        value = 0.0 if squared is None else root_mean(squared, self.transport)
+        value = 0.0 if squared is None else root_mean(squared, self._counting)
         return Distance(value, 0.0, "exact")
 
     def _after(self, step: int, lr: float) -> int:
         return self.method.timing.next_round(step, lr, self.total_steps)
-
-    # ------------------------------------------------------------------ agreement
-
-    def _refresh(
-        self, parameters: Sequence[Tensor], state: Sequence[Tensor] | None = None
-    ) -> FlatParameters:
-        """Return the flat parameters; what is no longer these tensors is laid out anew.
-
-        Args:
-            parameters: What is averaged.
-            state: Optimizer state that travels along; None for that of the last round.
-        """
-        state = self._state.tensors if state is None else state
-        if self._flat is not None and self._flat.is_current(parameters):
-            if self._state.is_current(state):
-                return self._flat
-        else:
-            if self._flat is not None:
-                self._flat.release()
-            self._flat, self._centres = self._lay_out(parameters), []
-        self._state.release()
-        self._state = self._lay_out(state)
-        self._description = self._describe(parameters, state)
-        return self._flat
-
-    def _lay_out(self, tensors: Sequence[Tensor]) -> FlatParameters:
-        return FlatParameters(tensors, self.transport.batch, self._views)
-
-    def _describe(
-        self,
-        parameters: Sequence[Tensor],
-        state: Sequence[Tensor] = (),
-        start: Sequence[Tensor] = (),
-    ) -> str:
-        check_pieces([*parameters, *state, *start], self.shards)
-        entries = [("piece", f"{self.shards.rank} of {self.pieces}"), *self._settings()]
-        for kind, tensors in zip(KINDS, (parameters, state, start), strict=True):
-            entries += [
-                (f"{kind} {i}", layout(t, self.transport.batch)) for i, t in enumerate(tensors)
-            ]
-        return describe(entries)
-
-    def _settings(self) -> list[tuple[str, object]]:
-        return [
-            ("workers", self.transport.size),
-            ("method", self.method),
-            ("total_steps", self.total_steps),
-        ]
-
-    def _open_round(self, lr: float) -> float:
-        """Compare headers with those whom this round meets; return the agreed learning rate."""
-        average, timing = self.method.average, self.method.timing
-        mixing = average.mixing(self.transport.size, self.exchanges)
-        if mixing is None or timing.uses_lr or not self._met:
-            return self._meet("step()", lr)
-        meet_neighbours(self.transport, self._header("step()", lr), mixing)
-        return lr
-
-    def _meet(self, operation: str, lr: float = 0.0) -> float:
-        """Meet all ranks and go on from where the furthest of them is.
-
-        The pieces of a replica take each of their steps together, so that they need to meet only
-        where something new begins, or a learning rate decides.
-        """
-        header = self._header(operation, lr)
-
-        def meet() -> tuple[Header, bool]:
-            return meet_all(self.transport, header, self._description)
-
-        new = not self._met or operation != "step()" or self.method.timing.uses_lr
-        if self.pieces > 1 and new:
-            own = describe([("worker", self.transport.rank), *self._settings()])
-            agreed, together = meet_pieces(self.shards, meet, own)
-        else:
-            agreed, together = meet()
-        self.clock, self.exchanges, self._met = agreed.clock, agreed.exchanges, True
-        if not together:
-            self._memory = {}
-        return agreed.lr
-
-    def _header(self, operation: str, lr: float) -> Header:
-        index = OPERATIONS.index(operation)
-        return Header(fingerprint(self._description), self.clock, self.exchanges, index, lr)
 
     # ------------------------------------------------------------------ named collective calls
 
@@ -321,8 +211,9 @@ class Rounds:
         """Compare the ranks and give all of them rank 0's ``everything``."""
         if self.transport.size == 1:
             return
-        self._description = self._describe(parameters, start=everything)
-        lr = self._meet("the start of training", lr)  # before the clock is read: it may move it
+        self._description = self._describe(parameters, everything)
+        # Before the clock is read: it may move it.
+        lr = self._meet("the start of training", LocalStep((), lr=lr)).lr
         self._next = self._after(self.clock, lr)
         if self._gradients is not None:
             self._gradients.watch(parameters)
@@ -334,9 +225,11 @@ class Rounds:
             flat.unpack()
 
     @contextmanager
-    def averaged(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
+    def averaged(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], met: bool = False
+    ) -> Iterator[None]:
         """Hold the mean in place of the parameters and buffers, and restore every bit after."""
-        parts = self._collect("averaged()", parameters, buffers)
+        parts = self._collect("averaged()", parameters, buffers, met)
         saved = [[buffer.clone() for buffer in part.buffers] for part in parts]
         integers = [(b, b.clone()) for b in buffers if not _is_real_valued(b)]
         self._average(parts)
@@ -351,29 +244,31 @@ class Rounds:
                 for integer, copy in integers:
                     integer.copy_(copy)
 
-    def synchronize(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    def synchronize(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], met: bool = False
+    ) -> None:
         """Make all workers equal to the mean."""
-        self._average(self._collect("synchronize()", parameters, buffers))
+        self._average(self._collect("synchronize()", parameters, buffers, met))
 
-    def distances(self, parameters: Sequence[Tensor]) -> dict[int, float]:
+    def distances(self, parameters: Sequence[Tensor], met: bool = False) -> dict[int, float]:
         """Return the exact consensus distance of each parameter, by its ``id``."""
-        (part, _) = self._collect("consensus_distance()", parameters, ())
+        (part, _) = self._collect("consensus_distance()", parameters, (), met)
         if self.transport.size == 1 or not part.tensors:
             return {id(tensor): 0.0 for tensor in part.tensors}
         means = [buffer.clone() for buffer in part.buffers]
         for mean in means:
-            self.transport.mean(mean)
+            self._counting.mean(mean)
         pairs = zip(part.pieces(part.buffers), part.pieces(means), strict=True)
         squared = [forces.squared_distance([x], [mean])[0] for x, mean in pairs]
         own = total(torch.stack([s.cpu() for s in squared], dim=-1), self.shards)
-        rows = self.transport.gather(own)
+        rows = self._counting.gather(own)
         each = rows.mean(0).sqrt().tolist()
         return {id(tensor): value for tensor, value in zip(part.tensors, each, strict=True)}
 
     def _collect(
-        self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
+        self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor], met: bool
     ) -> tuple[FlatParameters, FlatParameters]:
-        """Lay out parameters and floating-point buffers, and meet the other ranks.
+        """Lay out parameters and floating-point buffers, and meet the other ranks if not yet met.
 
         Parameters that took part in the last round do so here too if they are frozen for a while.
         """
@@ -381,7 +276,7 @@ class Rounds:
         flat = self._refresh([p for p in parameters if p.requires_grad or id(p) in held])
         floating = [b for b in buffers if _is_real_valued(b)]
         extra = FlatParameters(floating, self.transport.batch, views=False)
-        if self.transport.size > 1:
+        if self.transport.size > 1 and not met:
             self._meet(operation)
         for part in (flat, extra):
             part.pack()
@@ -392,7 +287,7 @@ class Rounds:
         """Average parameters over the workers, and buffers, which are no pieces, over all ranks."""
         parameters, extra = parts
         for buffer in (*parameters.buffers, *extra.buffers):
-            self.transport.mean(buffer)
+            self._counting.mean(buffer)
         for buffer in extra.buffers:
             self.shards.mean(buffer)
         for part in parts:

@@ -14,12 +14,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from consensus_opt.agreement import Header, fingerprint, gather_texts, meet_all
+from consensus_opt.agreement import (
+    OPERATIONS,
+    Agreement,
+    Header,
+    fingerprint,
+    gather_texts,
+    meet_all,
+)
 from consensus_opt.errors import PeerError, RankMismatchError
 from consensus_opt.transport import Transport
 
-Meeting = Callable[[], tuple[Header, bool]]
-"""Meets the other workers; returns what all go on with, and whether all were equally far."""
+Meeting = Callable[[], Agreement]
+"""Meets the other workers; returns what all go on with."""
 
 _ERRORS = (RankMismatchError, PeerError)
 
@@ -36,7 +43,7 @@ def check_pieces(tensors: list[Tensor], shards: Transport) -> None:
             )
 
 
-def meet_pieces(shards: Transport, meet: Meeting, description: str) -> tuple[Header, bool]:
+def meet_pieces(shards: Transport, meet: Meeting, description: str) -> Agreement:
     """Meet the other workers, and then the other pieces of this replica.
 
     Args:
@@ -45,22 +52,29 @@ def meet_pieces(shards: Transport, meet: Meeting, description: str) -> tuple[Hea
         description: What must be the same on all pieces.
 
     Returns:
-        The header that all ranks go on with, and whether all ranks were equally far.
+        What all ranks go on with.
 
     Raises:
         RankMismatchError: On all pieces, if one of them met with it, or if they differ themselves.
         PeerError: On all pieces, if one of them met with it.
     """
-    header, together = _tell(shards, meet)
-    own = replace(header, fingerprint=fingerprint(description))
+    found = _tell(shards, meet)
+    call = OPERATIONS.index(found.operation)
+    own = Header(fingerprint(description), found.clock, found.exchanges, call, found.lr)
     try:
-        agreed, alike = meet_all(shards, own, description)
+        agreed = meet_all(shards, own, description)
     except RankMismatchError as error:
         raise RankMismatchError(f"among the {shards.size} ranks of one replica, {error}") from error
-    return agreed, together and alike
+    return replace(
+        found,
+        clock=agreed.clock,
+        exchanges=agreed.exchanges,
+        lr=agreed.lr,
+        together=found.together and agreed.together,
+    )
 
 
-def _tell(shards: Transport, meet: Meeting) -> tuple[Header, bool]:
+def _tell(shards: Transport, meet: Meeting) -> Agreement:
     """Meet the other workers; raise on all pieces what was raised on one."""
     failure: RankMismatchError | PeerError | None = None
     try:

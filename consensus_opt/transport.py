@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from consensus_opt.checks import whole
+from consensus_opt.errors import RankMismatchError
 from consensus_opt.mixing import MixingMatrix
 
 
@@ -99,6 +100,10 @@ class Transport(ABC):
     def exchange(self, flat: Tensor, mixing: MixingMatrix, out: Tensor | None = None) -> None:
         """Run :meth:`start_exchange` to its end, in place by default."""
         self.start_exchange(flat, mixing, flat if out is None else out).wait()
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Leave a round that others are in: raise, and see to it that they raise soon too."""
+        raise RankMismatchError(reason)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

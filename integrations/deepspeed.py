@@ -183,6 +183,14 @@ class EngineOptimizer(ConsensusOptimizer):
         super().synchronize()
         self._masters.refresh()
 
+    def _announce(self) -> None:
+        if self._masters.steps_next:
+            super()._announce()
+
+    def _outlast(self) -> None:
+        super()._outlast()
+        self._masters.refresh()
+
     def _lr(self) -> float:
         return super()._lr() if self.method.mix_first else self._masters.lr
 

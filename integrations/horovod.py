@@ -26,9 +26,9 @@ from consensus_opt.integrations.horovod_transport import (
 )
 from consensus_opt.methods import Method
 from consensus_opt.optimizer import ConsensusOptimizer
-from consensus_opt.rounds import Rounds
 from consensus_opt.telemetry import Sink
 from consensus_opt.transport import SoloTransport
+from consensus_opt.uneven import UnevenRounds
 
 __all__ = ["DistributedOptimizer", "HorovodPeerError", "HorovodTransport"]
 
@@ -132,7 +132,7 @@ class DistributedOptimizer(ConsensusOptimizer):
         """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
         super().synchronize()
 
-    def _connected(self) -> Rounds:
+    def _connected(self) -> UnevenRounds:
         if self._initialization is not None and self._initialization is not initialization():
             self.transport = HorovodTransport(self._process_set, self._timeout)
             self._rounds.restart()

@@ -34,6 +34,10 @@ class TorchTransport(PointToPoint):
         timeout: Seconds to wait for a peer before ``PeerError`` is raised.
         chunk_bytes: Size of a message.
 
+    Attributes:
+        group: The process group whose ranks these are; messages travel in one of our own.
+        device: Where the group's engine wants its data.
+
     Raises:
         ValueError: If this rank is not in the group, or a number is not positive.
         RuntimeError: If torch.distributed is not initialised.
@@ -48,9 +52,10 @@ class TorchTransport(PointToPoint):
         super().__init__()
         _check(group, timeout, chunk_bytes)
         self.chunk_bytes, self.timeout = chunk_bytes, timeout
+        self.group = group or dist.group.WORLD
         backend = dist.get_backend_config(group)
         self._group = dist.new_group(
-            dist.get_process_group_ranks(group or dist.group.WORLD),
+            dist.get_process_group_ranks(self.group),
             timeout=timedelta(seconds=timeout),
             backend=backend,
             use_local_synchronization=True,
@@ -58,7 +63,7 @@ class TorchTransport(PointToPoint):
         self._ranks: list[int] = dist.get_process_group_ranks(self._group)
         self.rank, self.size = dist.get_rank(self._group), len(self._ranks)
         self._averages = "gloo" not in backend  # gloo has no ReduceOp.AVG
-        self._device = torch.device("cuda" if self._averages else "cpu")
+        self.device = torch.device("cuda" if self._averages else "cpu")
         store = distributed_c10d._get_default_store()
         own = distributed_c10d.PrefixStore(f"consensus_opt/{self._group.group_name}", store)
         self._roll_call = RollCall(own, self.rank, self.size, timeout)
@@ -99,7 +104,7 @@ class TorchTransport(PointToPoint):
 
     def gather(self, values: Tensor) -> Tensor:
         """All-gather the values."""
-        own = values.detach().to(self._device).contiguous()
+        own = values.detach().to(self.device).contiguous()
         rows = own.new_empty((self.size, *own.shape))
         with self.naming(), self.waiting():
             dist.all_gather(list(rows), own, group=self._group)
@@ -107,7 +112,7 @@ class TorchTransport(PointToPoint):
 
     def gather_neighbours(self, values: Tensor, mixing: Any) -> Tensor:
         """Collect values of the ranks from which this one receives."""
-        return super().gather_neighbours(values.to(self._device), mixing)
+        return super().gather_neighbours(values.to(self.device), mixing)
 
     def _message(self, operation: Callable[..., Any], peer: int, data: Tensor) -> dist.P2POp:
         return dist.P2POp(operation, data, self._ranks[peer], self._group)
@@ -127,7 +132,7 @@ class TorchTransport(PointToPoint):
     def _close(self) -> None:
         """Close the transport's own group, so that ranks that wait for this one stop waiting."""
         with suppress(Exception):
-            self._group._get_backend(self._device).abort()
+            self._group._get_backend(self.device).abort()
 
     def __repr__(self) -> str:
         return f"TorchTransport(rank {self.rank} of {self.size})"
