@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from consensus_opt.errors import EndOfDataError
@@ -103,6 +104,7 @@ class UnevenData(Joinable):
         """The process group over which torch's ``Join`` sends."""
         return self._joinable().group
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _announce(self) -> None:
         """Tell the others, before a step, that this worker has data."""
         if self._join_config.enable:
