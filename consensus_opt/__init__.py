@@ -6,6 +6,7 @@ forms an *average* with other workers over a *transport* and lets a *force* move
 """
 
 from consensus_opt.averaging import AllReduce, Gossip
+from consensus_opt.buffers import Recompute
 from consensus_opt.control import Fixed, KeepBelow
 from consensus_opt.distance import Sketch
 from consensus_opt.errors import EndOfDataError, PeerError, RankMismatchError
@@ -48,6 +49,7 @@ __all__ = [
     "PostLocal",
     "QuadraticSync",
     "RankMismatchError",
+    "Recompute",
     "RoundRecord",
     "Sketch",
     "StackedTransport",

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from consensus_opt.buffers import calls
 from consensus_opt.errors import RankMismatchError
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.transport import Transport
@@ -28,8 +29,8 @@ OWING = "the end of its data, with steps that no round has seen"
 OPERATIONS = (
     "the start of training",
     "step()",
-    "averaged()",
-    "synchronize()",
+    *calls("averaged"),
+    *calls("synchronize"),
     "consensus_distance()",
     ENDED,
     OWING,

@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from consensus_opt.optimizer import ConsensusOptimizer
+from consensus_opt.together import together
 from consensus_opt.transport import Transport
 
 _COMPLETE = "complete.json"
@@ -59,14 +60,14 @@ def save(
     transport = optimizer.transport
     with optimizer.averaged():
         state = Path(folder) / f"step-{optimizer.clock:08d}"
-        with _together(transport, f"prepare {state}"):
+        with together(transport, f"prepare {state}"):
             state.mkdir(parents=True, exist_ok=True)
             (state / _COMPLETE).unlink(missing_ok=True)
         _write_model(state / _MEAN, model, transport)
-    with _together(transport, f"write {state}"):
+    with together(transport, f"write {state}"):
         worker = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
         write(state / worker_name(transport.rank, _files(transport)), compact(worker))
-    with _together(transport, f"complete {state}"):
+    with together(transport, f"complete {state}"):
         text = json.dumps({"workers": _files(transport), "clock": optimizer.clock}).encode()
         _replace(state / _COMPLETE, lambda file: file.write(text))
     return state
@@ -92,10 +93,11 @@ def load(
         FileNotFoundError: On every rank, if one of them has no complete state (of that step).
     """
     _check_whole(optimizer)
+    optimizer.check_outside_join("checkpoint.load()")
     transport = optimizer.transport
     chosen = _agree(Path(folder), transport, step)
     state = Path(folder) / f"step-{chosen:08d}"
-    with _together(transport, f"load {state}"):
+    with together(transport, f"load {state}"):
         saved = json.loads((state / _COMPLETE).read_text())["workers"]
         worker = read(state / worker_name(transport.rank % saved, saved))
         other = saved != _files(transport)
@@ -118,6 +120,7 @@ def save_mean(path: str | Path, model: nn.Module, optimizer: ConsensusOptimizer)
         ValueError: If replicas are sharded.
     """
     _check_whole(optimizer)
+    optimizer.check_outside_join("checkpoint.save_mean()")
     with optimizer.averaged():
         _write_model(Path(path), model, optimizer.transport)
 
@@ -174,21 +177,6 @@ def _existing(folder: Path, step: int) -> int | None:
     return step if (folder / f"step-{step:08d}" / _COMPLETE).exists() else None
 
 
-@contextmanager
-def _together(transport: Transport, what: str) -> Iterator[None]:
-    """Leave when all ranks have run the block; if one could not, raise on all of them."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as own:
-        error = own
-    failed = torch.full((*transport.batch, 1), float(error is not None), dtype=torch.float64)
-    rows = transport.gather(failed).flatten().tolist()
-    if any(rows):
-        ranks = [rank for rank, flag in enumerate(rows) if flag]
-        raise RuntimeError(f"ranks {ranks} could not {what}: {error or 'see there'}") from error
-
-
 # ---------------------------------------------------------------------- files
 
 
@@ -209,7 +197,7 @@ def write(path: Path, data: Any) -> None:
 
 def _write_model(path: Path, model: nn.Module, transport: Transport) -> None:
     """Let rank 0 write, while the others wait."""
-    with _together(transport, f"write {path}"):
+    with together(transport, f"write {path}"):
         if transport.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, compact(model.state_dict()))

@@ -104,6 +104,14 @@ class UnevenData(Joinable):
         """The process group over which torch's ``Join`` sends."""
         return self._joinable().group
 
+    def check_outside_join(self, what: str) -> None:
+        """Raise ``RuntimeError`` where workers without data could not follow."""
+        if self._mode() is not None:
+            raise RuntimeError(
+                f"{what} was called inside 'with optimizer.join():', where a worker that has run "
+                "out of data cannot take part in it; leave the block first"
+            )
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _announce(self) -> None:
         """Tell the others, before a step, that this worker has data."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from consensus_opt.amp import lent, unscale
 from consensus_opt.arguments import check_kinds
+from consensus_opt.buffers import Buffers, Recompute, averaged_buffers, name_call
 from consensus_opt.checks import positive, whole
 from consensus_opt.joining import UnevenData
 from consensus_opt.meeting import LocalStep
@@ -294,22 +295,45 @@ class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
     # ------------------------------------------------------------------ the mean model
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self, buffers: Buffers = "average") -> Iterator[None]:
         """Put the mean model in place, and restore every bit of this worker's own afterwards.
 
-        A collective call: enter it on all ranks. Floating-point buffers of ``model`` are averaged
-        too; integer ones stay. Memory: one more model while it lasts.
+        A collective call: enter it on all ranks. Memory: one more model while it lasts.
+
+        Args:
+            buffers: What the mean model has for the buffers of ``model``: the "average" of the
+                floating-point ones, this worker's own ("local"), or the average with BatchNorm
+                statistics that ``Recompute(batches)`` takes anew from data.
+
+        Raises:
+            ValueError: If ``buffers`` is none of these, or there is no BatchNorm to recompute.
         """
-        with self._connected().averaged(self._all_parameters(), self._buffers()):
+        operation = self._name_call("averaged", buffers)
+        chosen = averaged_buffers(operation, self._buffers())
+        held = self._connected().averaged(operation, self._all_parameters(), chosen, self._model)
+        with held:
             outer, self._averaging = self._averaging, True
             try:
+                self._recompute(buffers)
                 yield
             finally:
                 self._averaging = outer
 
-    def synchronize(self) -> None:
-        """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
-        self._connected().synchronize(self._all_parameters(), self._buffers())
+    def synchronize(self, buffers: Buffers = "average") -> None:
+        """Make all workers equal to the mean; collective, with ``buffers`` as in averaged()."""
+        operation = self._name_call("synchronize", buffers)
+        chosen = averaged_buffers(operation, self._buffers())
+        self._connected().synchronize(operation, self._all_parameters(), chosen)
+        self._recompute(buffers)
+
+    def _name_call(self, call: str, buffers: Buffers) -> str:
+        if isinstance(buffers, Recompute):
+            self.check_outside_join("buffers=Recompute(...)")
+        return name_call(call, buffers, self._model)
+
+    def _recompute(self, buffers: Buffers) -> None:
+        if isinstance(buffers, Recompute) and self._model is not None:
+            buffers.run(self._model, self.transport)
 
     def consensus_distance(self) -> float:
         """Return ``Xi = sqrt(mean_m ||x_m - x_A||^2)`` over all parameters, exactly; collective."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from consensus_opt import forces
@@ -21,6 +21,7 @@ from consensus_opt.flat import FlatParameters
 from consensus_opt.gradients import GradientMeter
 from consensus_opt.meeting import LocalStep, Meeting
 from consensus_opt.methods import Method
+from consensus_opt.restoring import restored
 from consensus_opt.telemetry import RoundRecord, Sink
 from consensus_opt.transport import Transport, total
 
@@ -226,33 +227,34 @@ class Rounds(Meeting):
 
     @contextmanager
     def averaged(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], met: bool = False
+        self,
+        operation: str | None,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        module: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Hold the mean in place of the parameters and buffers, and restore every bit after."""
-        parts = self._collect("averaged()", parameters, buffers, met)
-        saved = [[buffer.clone() for buffer in part.buffers] for part in parts]
-        integers = [(b, b.clone()) for b in buffers if not _is_real_valued(b)]
-        self._average(parts)
-        try:
+        """Hold the mean in place of the parameters and buffers, and restore every bit after.
+
+        Args:
+            operation: What the ranks meet for; None if they have met.
+            parameters: All parameters.
+            buffers: Those that are averaged, as far as they are real-valued.
+            module: All of its buffers are restored.
+        """
+        parts = self._collect(operation, parameters, buffers)
+        with restored(parts, module):
+            self._average(parts)
             yield
-        finally:
-            with torch.no_grad():
-                for part, copies in zip(parts, saved, strict=True):
-                    for buffer, copy in zip(part.buffers, copies, strict=True):
-                        buffer.copy_(copy)
-                    part.unpack()
-                for integer, copy in integers:
-                    integer.copy_(copy)
 
     def synchronize(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], met: bool = False
+        self, operation: str | None, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> None:
         """Make all workers equal to the mean."""
-        self._average(self._collect("synchronize()", parameters, buffers, met))
+        self._average(self._collect(operation, parameters, buffers))
 
     def distances(self, parameters: Sequence[Tensor], met: bool = False) -> dict[int, float]:
         """Return the exact consensus distance of each parameter, by its ``id``."""
-        (part, _) = self._collect("consensus_distance()", parameters, (), met)
+        (part, _) = self._collect(None if met else "consensus_distance()", parameters, ())
         if self.transport.size == 1 or not part.tensors:
             return {id(tensor): 0.0 for tensor in part.tensors}
         means = [buffer.clone() for buffer in part.buffers]
@@ -266,7 +268,7 @@ class Rounds(Meeting):
         return {id(tensor): value for tensor, value in zip(part.tensors, each, strict=True)}
 
     def _collect(
-        self, operation: str, parameters: Sequence[Tensor], buffers: Sequence[Tensor], met: bool
+        self, operation: str | None, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> tuple[FlatParameters, FlatParameters]:
         """Lay out parameters and floating-point buffers, and meet the other ranks if not yet met.
 
@@ -276,7 +278,7 @@ class Rounds(Meeting):
         flat = self._refresh([p for p in parameters if p.requires_grad or id(p) in held])
         floating = [b for b in buffers if _is_real_valued(b)]
         extra = FlatParameters(floating, self.transport.batch, views=False)
-        if self.transport.size > 1 and not met:
+        if self.transport.size > 1 and operation is not None:
             self._meet(operation)
         for part in (flat, extra):
             part.pack()

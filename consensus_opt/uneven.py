@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from consensus_opt.agreement import ENDED, OWING
+from consensus_opt.buffers import averaged_buffers, calls
 from consensus_opt.errors import EndOfDataError
 from consensus_opt.meeting import LocalStep
 from consensus_opt.remaining import Members
@@ -86,11 +87,11 @@ class UnevenRounds(Rounds):
         if agreed.operation == "step()":
             self._settle(step, agreed)
             self._run(step, agreed.lr, waited)
-        elif agreed.operation == "averaged()":
-            with self.averaged(parameters, buffers, met=True):
+        elif agreed.operation in calls("averaged"):
+            with self.averaged(None, parameters, averaged_buffers(agreed.operation, buffers)):
                 pass
-        elif agreed.operation == "synchronize()":
-            self.synchronize(parameters, buffers, met=True)
+        elif agreed.operation in calls("synchronize"):
+            self.synchronize(None, parameters, averaged_buffers(agreed.operation, buffers))
         else:
             self.distances(parameters, met=True)
         return True

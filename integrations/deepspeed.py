@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from consensus_opt.buffers import Buffers
 from consensus_opt.integrations import deepspeed_config as configuration
 from consensus_opt.integrations.deepspeed_engine import (
     Masters,
@@ -169,19 +170,21 @@ class EngineOptimizer(ConsensusOptimizer):
             self._masters.refresh()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self, buffers: Buffers = "average") -> Iterator[None]:
         """Put the mean model in place for the engine, and restore every bit; collective."""
         try:
-            with super().averaged():
-                self._masters.refresh()
+            with super().averaged(buffers):
                 yield
         finally:
             self._masters.refresh()
 
-    def synchronize(self) -> None:
+    def synchronize(self, buffers: Buffers = "average") -> None:
         """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
-        super().synchronize()
+        super().synchronize(buffers)
+
+    def _recompute(self, buffers: Buffers) -> None:
         self._masters.refresh()
+        super()._recompute(buffers)
 
     def _announce(self) -> None:
         if self._masters.steps_next:

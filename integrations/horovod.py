@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consensus_opt.buffers import Buffers
 from consensus_opt.checks import whole
 from consensus_opt.integrations.horovod_transport import (
     HorovodPeerError,
@@ -119,7 +120,7 @@ class DistributedOptimizer(ConsensusOptimizer):
         self._process_set = process_set
         self._initialization = object() if elastic else initialization()
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # type: ignore[override]
         """Let an inner optimizer of Horovod finish its gradients; otherwise nothing is to do."""
         getattr(self.inner, "synchronize", lambda: None)()
 
@@ -128,9 +129,9 @@ class DistributedOptimizer(ConsensusOptimizer):
         skip: AbstractContextManager[None] = getattr(self.inner, "skip_synchronize", nullcontext)()
         return skip
 
-    def synchronize_models(self) -> None:
+    def synchronize_models(self, buffers: Buffers = "average") -> None:
         """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
-        super().synchronize()
+        super().synchronize(buffers)
 
     def _connected(self) -> UnevenRounds:
         if self._initialization is not None and self._initialization is not initialization():
