@@ -18,12 +18,14 @@ def restored(parts: Sequence[FlatParameters], module: nn.Module | None) -> Itera
     That holds for values, and also where the block moved parameters elsewhere (``module.half()``,
     ``module.cpu()``) or the module replaced its buffers. Memory: one copy while it lasts.
     """
-    values = [(flat, flat.clone()) for part in parts for flat in part.buffers]
     memory = [(tensor, tensor.data) for part in parts for tensor in part.tensors]
     registers = [each._buffers for each in module.modules()] if module is not None else []
     entries = [dict(register) for register in registers]
     buffers = {id(b): b for entry in entries for b in entry.values() if b is not None}
-    values += [(buffer, buffer.clone()) for buffer in buffers.values()]
+    held = FlatParameters((b for b in buffers.values() if not b.is_sparse), views=False)
+    held.pack()
+    parts = [*parts, held]
+    values = [(flat, flat.clone()) for part in parts for flat in part.buffers]
     try:
         yield
     finally:
