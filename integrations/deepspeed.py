@@ -178,10 +178,6 @@ class EngineOptimizer(ConsensusOptimizer):
         finally:
             self._masters.refresh()
 
-    def synchronize(self, buffers: Buffers = "average") -> None:
-        """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
-        super().synchronize(buffers)
-
     def _recompute(self, buffers: Buffers) -> None:
         self._masters.refresh()
         super()._recompute(buffers)

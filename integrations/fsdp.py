@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from consensus_opt.buffers import Buffers
 from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.methods import Method
 from consensus_opt.optimizer import KEY, ConsensusOptimizer
@@ -46,19 +47,17 @@ class FSDPOptimizer(ConsensusOptimizer):
     _views = False
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self, buffers: Buffers = "average") -> Iterator[None]:
         """Put the mean model in place, and restore every bit of this worker's own; collective."""
         try:
-            with super().averaged():
-                self._reshard()
+            with super().averaged(buffers):
                 yield
         finally:
             self._reshard()
 
-    def synchronize(self) -> None:
-        """Make all workers equal to the mean, parameters and floating-point buffers; collective."""
-        super().synchronize()
+    def _recompute(self, buffers: Buffers) -> None:
         self._reshard()
+        super()._recompute(buffers)
 
     def consensus_distances(self) -> dict[str, float]:
         """Return Xi of each parameter by its name in the model, exactly; a collective call."""
