@@ -86,12 +86,8 @@ class AllReduce:
         exchanges: int,
     ) -> None:
         """All-reduce the buffers; further exchanges would change nothing."""
-        started = []
-        for flat, out in zip(flats, outs, strict=True):
-            if out is not flat:
-                out.copy_(flat)
-            started.append(transport.start_mean(out))
-        for pending in started:
+        pairs = zip(flats, outs, strict=True)
+        for pending in [transport.start_mean(flat, out) for flat, out in pairs]:
             pending.wait()
 
     def foresee(self, values: Matrix, first: int) -> Iterator[Matrix]:

@@ -54,12 +54,10 @@ class Members(Transport):
     def bytes_sent(self, count: int) -> None:
         self._everyone.bytes_sent = count
 
-    def start_mean(self, flat: Tensor) -> Pending:
-        """Start to replace ``flat`` by the mean over those that count, on all ranks."""
-        if not self.counts:
-            flat.zero_()
-        pending = self._everyone.start_mean(flat)
-        return _Rescaled(pending, flat, self.size / len(self._members))
+    def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
+        """Start to write the mean over those that count to ``out``, on all ranks."""
+        pending = self._everyone.start_mean(flat if self.counts else out.zero_(), out)
+        return _Rescaled(pending, out, self.size / len(self._members))
 
     def start_exchange(self, flat: Tensor, mixing: MixingMatrix, out: Tensor) -> Pending:
         """Start an exchange; the matrix leaves out who does not count."""

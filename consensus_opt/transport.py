@@ -61,10 +61,10 @@ class Transport(ABC):
         self.wait_seconds = 0.0
 
     @abstractmethod
-    def start_mean(self, flat: Tensor) -> Pending:
-        """Start to replace ``flat``, shape ``batch + (P,)``, by its mean over the workers.
+    def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
+        """Start to write the workers' mean of ``flat``, shape ``batch + (P,)``, to ``out``.
 
-        All workers end with the same bits.
+        ``out`` may be ``flat`` itself. All workers end with the same bits.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Transport(ABC):
 
     def mean(self, flat: Tensor) -> None:
         """Run :meth:`start_mean` to its end."""
-        self.start_mean(flat).wait()
+        self.start_mean(flat, flat).wait()
 
     def exchange(self, flat: Tensor, mixing: MixingMatrix, out: Tensor | None = None) -> None:
         """Run :meth:`start_exchange` to its end, in place by default."""
@@ -121,8 +121,9 @@ class SoloTransport(Transport):
     rank = 0
     size = 1
 
-    def start_mean(self, flat: Tensor) -> Pending:
-        """Leave ``flat`` as it is."""
+    def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
+        """Copy ``flat`` to ``out``."""
+        out.copy_(flat)
         return Done()
 
     def start_exchange(self, flat: Tensor, mixing: MixingMatrix, out: Tensor) -> Pending:
@@ -160,9 +161,9 @@ class StackedTransport(Transport):
         self.size = whole(n, "the number of workers", "StackedTransport(8)")
         self.batch = (self.size,)
 
-    def start_mean(self, flat: Tensor) -> Pending:
-        """Replace every row by the mean row."""
-        flat.copy_(_mean_row(flat).expand_as(flat))
+    def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
+        """Write the mean row to every row."""
+        out.copy_(_mean_row(flat).expand_as(flat))
         self.bytes_sent += all_reduce_bytes(flat[0], self.size) * self.size
         return Done()
 

@@ -85,10 +85,11 @@ class MPITransport(PointToPoint):
         self._comm, self._owns = duplicate, True
         abort_when_uncaught()
 
-    def start_mean(self, flat: Tensor) -> Pending:
-        """Start all-reduces of the buffer's chunks; half precision is summed in fp32."""
+    def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
+        """Start all-reduces of the result's chunks; half precision is summed in fp32."""
         self.bytes_sent += all_reduce_bytes(flat, self.size)
-        return _Mean(self, flat)
+        out.copy_(flat)
+        return _Mean(self, out)
 
     def start_sum(self, wire: Tensor) -> MPI.Request:
         """Start to replace a tensor on the CPU by its sum."""

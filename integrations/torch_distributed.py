@@ -68,12 +68,15 @@ class TorchTransport(PointToPoint):
         own = distributed_c10d.PrefixStore(f"consensus_opt/{self._group.group_name}", store)
         self._roll_call = RollCall(own, self.rank, self.size, timeout)
 
-    def start_mean(self, flat: Tensor) -> Pending:
-        """Start an all-reduce of the buffer itself; half precision is summed in fp32, in chunks."""
+    def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
+        """Start an all-reduce in the result's memory; half precision is summed in fp32."""
         self.bytes_sent += all_reduce_bytes(flat, self.size)
         if arithmetic_dtype(flat.dtype) != flat.dtype:
-            return HalfMean(self, flat)
-        return self.start_sum(flat, average=True)
+            return HalfMean(self, out.copy_(flat))
+        if out is flat:
+            return self.start_sum(flat, average=True)
+        # What is copied anyway is divided at no cost.
+        return self.start_sum(torch.div(flat, self.size, out=out), average=False)
 
     def start_sum(self, flat: Tensor, average: bool) -> _Work:
         """Start to replace ``flat`` by its sum or mean, in its own precision."""
