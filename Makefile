@@ -25,7 +25,7 @@ lint: $(STAMPS)/lint ## ruff, and mypy --strict on the package
 format: $(STAMPS)/lint ## rewrite the code as ruff formats it
 	@$(IN_ENV) ruff check --fix . ; ruff format .
 
-bench: $(STAMPS)/report ## time single rounds against a bare all-reduce
+bench: $(STAMPS)/report ## time single rounds against a bare all-reduce (ARGS="--bandwidth 1Gbit" behind links)
 	@$(IN_ENV) python -m benchmarks.rounds --ranks 2 4 --json runs/rounds.json $(ARGS)
 
 engines: $(STAMPS)/engines ## install Open MPI with mpi4py, Horovod and DeepSpeed

@@ -143,9 +143,9 @@ def _run(*words: str) -> str:
 
 
 def measure_in(
-    workers: Sequence[str], values: int, repetitions: int, timeout: float = _TIMEOUT
+    workers: Sequence[str], module: str, arguments: Sequence[str], timeout: float = _TIMEOUT
 ) -> dict[str, Any]:
-    """Start one rank in each namespace and return what they measured.
+    """Run a module in each namespace and return what its rank 0 wrote to the file `--rank-of`.
 
     Raises:
         RuntimeError: A rank failed, or they were not done in time; with what it printed.
@@ -156,9 +156,8 @@ def measure_in(
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_undisturbed, lambda: _end(processes))
         for m, (worker, log) in enumerate(zip(workers, logs, strict=True)):
-            command = ["ip", "netns", "exec", worker, sys.executable, "-m", "benchmarks.network"]
-            command += ["--rank-of", str(file), "--repetitions", str(repetitions)]
-            command += ["--params", str(values)]
+            command = ["ip", "netns", "exec", worker, sys.executable, "-m", module]
+            command += [*arguments, f"--rank-of={file}"]
             processes.append(
                 subprocess.Popen(
                     command,
@@ -280,10 +279,11 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = []
+    arguments = [f"--params={options.params}", f"--repetitions={options.repetitions}"]
     for n in options.workers:
         for bandwidth in options.bandwidths:
             with cluster(n, bandwidth) as workers:
-                measured = measure_in(workers, options.params, options.repetitions)
+                measured = measure_in(workers, "benchmarks.network", arguments)
             rows += compare(n, bandwidth, options.params, measured)
     show(rows)
     worst = max(abs(row["error"]) for row in rows)

@@ -5,7 +5,9 @@
 All contenders run interleaved, in the same processes, on ResNet-50's parameter shapes; each figure
 is the median over the repetitions of the slowest rank's time. Beside time stand the bytes that were
 sent, with the formula that they must equal, and the memory that a first round took on top of the
-model's own.
+model's own. With ``--bandwidth 1Gbit``, as root, each rank is in a network namespace of its own and
+behind a link of that speed (see :mod:`benchmarks.network`), as if it were a machine; otherwise all
+of them share this one's loopback.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
+from benchmarks import network
 from benchmarks.measuring import among_ranks, medians
-from consensus_opt import ConsensusOptimizer, Method, dppf, gossip_sgd, local_sgd
+from consensus_opt import ConsensusOptimizer, Method, dppf, gossip_sgd, local_sgd, units
 from consensus_opt.integrations.torch_distributed import TorchTransport
 
 METHODS: dict[str, Method] = {
@@ -133,10 +136,21 @@ def _bytes_of_round(contender: Contender) -> int | None:
     return None if optimizer is None else optimizer.bytes_sent // optimizer.rounds
 
 
-def show(results: dict[str, dict[str, Any]]) -> None:
+def run(ranks: int, repetitions: int, bandwidth: float | None) -> dict[str, Any]:
+    """Start the ranks and return what they measured."""
+    arguments = [f"--repetitions={repetitions}"]
+    if bandwidth is None:
+        return among_ranks("torchrun", ranks, "benchmarks.rounds", arguments)
+    with network.cluster(ranks, bandwidth) as workers:
+        return network.measure_in(workers, "benchmarks.rounds", arguments)
+
+
+def show(results: dict[str, dict[str, Any]], bandwidth: float | None) -> None:
     """Print one table for each number of ranks."""
+    links = "loopback" if bandwidth is None else f"links of {units.scaled(8 * bandwidth, 'bit/s')}"
     for ranks, rows in results.items():
-        table = Table(title=f"A round of ResNet-50's 25.6 M parameters, {ranks} ranks, gloo")
+        title = f"A round of ResNet-50's 25.6 M parameters, {ranks} ranks, gloo, {links}"
+        table = Table(title=title)
         table.add_column("round")
         for column in ("ms", "ratio", "MB sent", "MB by formula", "extra memory, models"):
             table.add_column(column, justify="right")
@@ -152,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--repetitions", type=int, default=9, help="timings of each (at least 7)")
+    parser.add_argument("--bandwidth", type=units.bandwidth, help="of links between namespaces")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -162,12 +177,13 @@ def main() -> None:
             options.rank_of.write_text(json.dumps(results))
         dist.destroy_process_group()
         return
-    arguments = [f"--repetitions={options.repetitions}"]
+    reason = network.obstacle() if options.bandwidth else None
+    if reason:
+        parser.error(f"--bandwidth: {reason}")
     everything = {
-        str(ranks): among_ranks("torchrun", ranks, "benchmarks.rounds", arguments)
-        for ranks in options.ranks
+        str(ranks): run(ranks, options.repetitions, options.bandwidth) for ranks in options.ranks
     }
-    show(everything)
+    show(everything, options.bandwidth)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(everything, indent=1) + "\n")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
@@ -32,6 +32,7 @@ OPERATIONS = (
     *calls("averaged"),
     *calls("synchronize"),
     "consensus_distance()",
+    "mean_of()",
     ENDED,
     OWING,
 )
@@ -51,6 +52,7 @@ class Header:
         operation: Index into ``OPERATIONS``.
         lr: Learning rate of the first parameter group.
         state: Hash of the list of optimizer state that travels.
+        checksum: Of the parameters, as :mod:`consensus_opt.slips` asks for it.
     """
 
     fingerprint: int
@@ -59,9 +61,10 @@ class Header:
     operation: int
     lr: float
     state: int = 0
+    checksum: int = 0
 
     def row(self, batch: tuple[int, ...]) -> Tensor:
-        """Return the header as numbers, shape ``batch + (6,)``."""
+        """Return the header as numbers, shape ``batch + (7,)``."""
         numbers = torch.tensor(astuple(self), dtype=torch.float64)
         return numbers.repeat(*batch, 1).view(*batch, len(numbers))
 
@@ -99,13 +102,23 @@ def describe(entries: Sequence[tuple[str, object]]) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
+Look = Callable[[Header, Mapping[int, Header]], None]
+"""Takes this rank's header and those that it met, by rank."""
+
+
+def _look_away(own: Header, others: Mapping[int, Header]) -> None:
+    """See nothing in the headers."""
+
+
 @lru_cache(maxsize=16)
 def fingerprint(description: str) -> int:
     """Return 52 bits that differ when descriptions do."""
     return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 12
 
 
-def meet_all(transport: Transport, header: Header, description: str) -> Agreement:
+def meet_all(
+    transport: Transport, header: Header, description: str, look: Look = _look_away
+) -> Agreement:
     """Compare headers among all ranks and return what all go on with.
 
     Raises:
@@ -119,6 +132,7 @@ def meet_all(transport: Transport, header: Header, description: str) -> Agreemen
     busy = [m for m, call in enumerate(calls) if call not in (ENDED, OWING)]
     if len({calls[m] for m in busy}) > 1:
         raise _call_mismatch(calls)
+    look(header, dict(enumerate(rows)))
     return Agreement(
         operation=calls[busy[0]] if busy else ENDED,
         clock=int(max(row.clock for row in rows)),
@@ -140,7 +154,9 @@ def _call_mismatch(calls: list[str]) -> RankMismatchError:
     )
 
 
-def meet_neighbours(transport: Transport, header: Header, mixing: MixingMatrix) -> None:
+def meet_neighbours(
+    transport: Transport, header: Header, mixing: MixingMatrix, look: Look = _look_away
+) -> None:
     """Compare headers with the ranks from which this one receives.
 
     Raises:
@@ -159,6 +175,7 @@ def meet_neighbours(transport: Transport, header: Header, mixing: MixingMatrix) 
                 f"rank {peer} is at step {int(row[1])} and rank {transport.rank} at step "
                 f"{header.clock}; load the same step on all ranks, and call step() equally often"
             )
+    look(header, {m: Header(*row) for m, row in zip(peers, rows.tolist(), strict=False)})
 
 
 def gather_texts(transport: Transport, text: str) -> list[str]:

@@ -28,6 +28,7 @@ from consensus_opt.flat import FlatParameters, layout
 from consensus_opt.methods import Method
 from consensus_opt.remaining import Members, among
 from consensus_opt.shards import check_pieces, meet_pieces
+from consensus_opt.slips import Slips
 from consensus_opt.state import common_state, placeholder
 from consensus_opt.transport import SoloTransport, Transport
 
@@ -80,6 +81,7 @@ class Meeting:
         self._centres: list[Tensor] = []
         self._description = ""
         self._memory: Memory = {}
+        self._slips = Slips()
 
     def _refresh(self, parameters: Sequence[Tensor]) -> FlatParameters:
         """Return the flat parameters; what is no longer these tensors is laid out anew."""
@@ -118,7 +120,7 @@ class Meeting:
             agreed = self._meet("step()", step)
             self._settle(step, agreed)
             return agreed.lr
-        meet_neighbours(self.transport, self._header("step()", step), mixing)
+        meet_neighbours(self.transport, self._header("step()", step), mixing, self._look)
         return step.lr
 
     def _meet(self, operation: str, step: LocalStep | None = None) -> Agreement:
@@ -128,7 +130,8 @@ class Meeting:
         where something new begins, or a learning rate decides.
         """
         header = self._header(operation, step or LocalStep(()))
-        meet = partial(meet_all, self.transport, header, self._whole_description())
+        description = self._whole_description()
+        meet = partial(meet_all, self.transport, header, description, self._look)
         new = not self._met or operation != "step()" or self.method.timing.uses_lr
         if self.pieces > 1 and new:
             own = [("worker", self.transport.rank), *self._settings(), ("join", self.uneven)]
@@ -174,7 +177,12 @@ class Meeting:
             OPERATIONS.index(operation),
             step.lr,
             fingerprint("\n".join(step.state)),
+            self._slips.checksum(step.parameters) if operation == "step()" else 0,
         )
+
+    def _look(self, own: Header, met: Mapping[int, Header]) -> None:
+        if own.operation == OPERATIONS.index("step()") and not self.transport.batch:
+            self._slips.look(self.transport.rank, own, met)
 
     def _whole_description(self) -> str:
         return f"{self._description}\njoin: {self.uneven}"

@@ -9,7 +9,6 @@ inner step, it lets :class:`~consensus_opt.rounds.Rounds` count and, when due, c
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,13 @@ from consensus_opt.state import travelling_state
 from consensus_opt.telemetry import Sink, as_sinks
 from consensus_opt.transport import Transport
 from consensus_opt.uneven import UnevenRounds
+from consensus_opt.view import OptimizerView
 
 KEY = "consensus"
 """Where the wrapper's own state lies in ``state_dict()``."""
 
 
-class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
+class ConsensusOptimizer(OptimizerView, UnevenData):
     """Wraps an optimizer so that its worker takes local steps and now and then averages.
 
     ::
@@ -103,59 +103,6 @@ class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
         self._rounds.connect(transport or _find_transport(timeout), shards)
         everything = self._everything() if broadcast else []
         self._connected().start(self._trainable(), everything, self._lr())
-
-    # ------------------------------------------------------------------ the inner optimizer's own
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer."""
-        return self._inner
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's parameter groups themselves."""
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._is_ready():
-            self._inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state itself."""
-        return getattr(self._inner, "state", {})
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._is_ready():
-            self._inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults themselves."""
-        return getattr(self._inner, "defaults", {})
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._is_ready():
-            self._inner.defaults = defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer; it joins the next round. Call it on all ranks."""
-        if self._is_ready():
-            self._inner.add_param_group(param_group)
-            self._rounds.watch(self._trainable())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; legal at any time."""
-        if "set_to_none" in inspect.signature(self._inner.zero_grad).parameters:
-            self._inner.zero_grad(set_to_none=set_to_none)
-        else:
-            self._inner.zero_grad()
-
-    def _is_ready(self) -> bool:
-        return "_inner" in self.__dict__
 
     # ------------------------------------------------------------------ what communication did
 
@@ -231,6 +178,8 @@ class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
             PeerError: If a peer died or did not answer in time.
             EndOfDataError: If a worker has run out of data, in ``join("stop")``.
         """
+        if self._only_fills_state():
+            return self._inner.step()
         if self._averaging:
             raise RuntimeError(
                 "step() was called inside 'with optimizer.averaged():', where the parameters are "
@@ -336,6 +285,15 @@ class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
         if isinstance(buffers, Recompute) and self._model is not None:
             buffers.run(self._model, self.transport)
 
+    def mean_of(self, value: float | Tensor) -> float:
+        """Return the mean of a number over the workers, with the same bits on all; collective.
+
+        ``scheduler.step(optimizer.mean_of(loss))`` keeps ReduceLROnPlateau, and so the learning
+        rate, the same on all ranks; a decision to stop early is one too.
+        """
+        self.check_outside_join("mean_of()")
+        return self._connected().mean_of(value)
+
     def consensus_distance(self) -> float:
         """Return ``Xi = sqrt(mean_m ||x_m - x_A||^2)`` over all parameters, exactly; collective."""
         return math.hypot(*self._connected().distances(self._all_parameters()).values())
@@ -372,11 +330,16 @@ class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or (with a warning) of the inner optimizer alone."""
+        """Load a state dict of this class, or (with a warning) of the inner optimizer alone.
+
+        A dict of the key ``"consensus"`` alone leaves the inner optimizer as it is: for loaders
+        that know only ``"state"`` and ``"param_groups"``.
+        """
         state_dict = {**state_dict}  # hooks may change it, and it is the caller's
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
-        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+        if state_dict.keys() != {KEY}:
+            self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         if KEY in state_dict:
             self._rounds.load_state_dict(state_dict[KEY])
         else:
@@ -419,22 +382,12 @@ class ConsensusOptimizer(torch.optim.Optimizer, UnevenData):
 
     # ------------------------------------------------------------------ what is averaged
 
-    def _all_parameters(self) -> list[Tensor]:
-        unique = {id(p): p for group in self.param_groups for p in group["params"]}
-        return list(unique.values())
-
-    def _trainable(self) -> list[Tensor]:
-        return [p for p in self._all_parameters() if p.requires_grad]
-
     def _everything(self) -> list[Tensor]:
         """Return what all workers start from."""
         return [*self._all_parameters(), *self._buffers()]
 
     def _buffers(self) -> list[Tensor]:
         return [] if self._model is None else list(self._model.buffers())
-
-    def _lr(self) -> float:
-        return float(self.param_groups[0].get("lr") or 0.0)  # some optimizers find it: lr=None
 
 
 def _find_transport(timeout: float) -> Transport:

@@ -123,6 +123,7 @@ class Rounds(Meeting):
         outcome, squared, pushed = self._move(flat, pull, push)
         for part in (flat, self._state):
             part.unpack()
+        self._slips.renew(flat.tensors)
         self.rounds, self._worked = self.rounds + 1, False
         self.exchanges += outcome.exchanges
         sent = sum(way.bytes_sent for way in ways) - sent
@@ -216,18 +217,16 @@ class Rounds(Meeting):
         # Before the clock is read: it may move it.
         lr = self._meet("the start of training", LocalStep((), lr=lr)).lr
         self._next = self._after(self.clock, lr)
-        self.watch(parameters)
+        if self._gradients is not None:
+            self._gradients.watch(parameters)
         flat = FlatParameters(everything, self.transport.batch, views=False)
         with torch.no_grad():
             flat.pack()
             for buffer in flat.buffers:
                 self.transport.broadcast(buffer)
             flat.unpack()
-
-    def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Measure these parameters' gradients at backward, where the control needs them."""
-        if self._gradients is not None:
-            self._gradients.watch(parameters)
+        if not self.transport.batch:
+            self._slips.begin(parameters)
 
     @contextmanager
     def averaged(
@@ -270,6 +269,14 @@ class Rounds(Meeting):
         rows = self._counting.gather(own)
         each = rows.mean(0).sqrt().tolist()
         return {id(tensor): value for tensor, value in zip(part.tensors, each, strict=True)}
+
+    def mean_of(self, value: float | Tensor) -> float:
+        """Return the mean of a number over all ranks, or of one number for each stacked worker."""
+        if self.transport.size > 1:
+            self._meet("mean_of()")
+        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        own = total(own.expand(self.transport.batch).unsqueeze(-1), self.shards) / self.pieces
+        return float(self.transport.gather(own).mean())
 
     def _collect(
         self, operation: str | None, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
@@ -338,6 +345,7 @@ class Rounds(Meeting):
                 f"the checkpoint has consensus state of version {state['version']}, and this "
                 f"release reads up to {VERSION}; install a newer consensus-opt"
             )
+        self._slips.forget()
         self.clock, self.rounds = state["clock"], state["rounds"]
         self.exchanges = state["exchanges"]
         same = state["timing"] == repr(self.method.timing)

@@ -140,7 +140,7 @@ def test_a_rank_that_fails_is_reported_with_what_it_printed() -> None:
         network.cluster(2, BANDWIDTH) as workers,
         pytest.raises(RuntimeError, match=r"(?s)rank \d did not finish.*argument --params"),
     ):
-        network.measure_in(workers, -1, 1)
+        network.measure_in(workers, "benchmarks.network", ["--params=-1"])
     assert ours(os.getpid()) == []
 
 
