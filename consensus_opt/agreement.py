@@ -20,6 +20,7 @@ from torch import Tensor
 
 from consensus_opt.buffers import calls
 from consensus_opt.errors import RankMismatchError
+from consensus_opt.exchange import PointToPoint
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.transport import Transport
 
@@ -155,7 +156,7 @@ def _call_mismatch(calls: list[str]) -> RankMismatchError:
 
 
 def meet_neighbours(
-    transport: Transport, header: Header, mixing: MixingMatrix, look: Look = _look_away
+    transport: PointToPoint, header: Header, mixing: MixingMatrix, look: Look = _look_away
 ) -> None:
     """Compare headers with the ranks from which this one receives.
 
@@ -164,7 +165,7 @@ def meet_neighbours(
     """
     rows = transport.gather_neighbours(header.row(transport.batch), mixing)
     peers = [peer for peer, _ in mixing.receives(transport.rank)]
-    for peer, row in zip(peers, rows.tolist(), strict=False):
+    for peer, row in zip(peers, rows.tolist(), strict=True):
         if row[0] != header.fingerprint:
             transport.give_up(
                 f"rank {peer} has other parameters or another method than rank {transport.rank}; "

@@ -33,10 +33,12 @@ class PointToPoint(Transport):
     Attributes:
         chunk_bytes: Size of a message; the whole tensor is cut into such messages.
         window: Number of chunks on their way at the same time.
+        local_headers: Whether neighbours can compare headers for less than all ranks can.
     """
 
     chunk_bytes: int = 32 << 20
     window: int = 4
+    local_headers = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ from consensus_opt.agreement import (
     meet_neighbours,
 )
 from consensus_opt.control import Memory
+from consensus_opt.exchange import PointToPoint
 from consensus_opt.flat import FlatParameters, layout
 from consensus_opt.methods import Method
 from consensus_opt.remaining import Members, among
@@ -113,15 +114,21 @@ class Meeting:
 
     def _open_round(self, step: LocalStep) -> float:
         """Compare headers with those whom this round meets; return the agreed learning rate."""
-        method = self.method
-        mixing = method.average.mixing(self.transport.size, self.exchanges)
+        method, transport = self.method, self.transport
+        mixing = method.average.mixing(transport.size, self.exchanges)
         everyone = method.timing.uses_lr or method.state == "average" or self.uneven is not None
-        if mixing is None or everyone or not self._met:
-            agreed = self._meet("step()", step)
-            self._settle(step, agreed)
-            return agreed.lr
-        meet_neighbours(self.transport, self._header("step()", step), mixing, self._look)
-        return step.lr
+        if (
+            mixing is not None
+            and self._met
+            and not everyone
+            and isinstance(transport, PointToPoint)
+            and transport.local_headers
+        ):
+            meet_neighbours(transport, self._header("step()", step), mixing, self._look)
+            return step.lr
+        agreed = self._meet("step()", step)
+        self._settle(step, agreed)
+        return agreed.lr
 
     def _meet(self, operation: str, step: LocalStep | None = None) -> Agreement:
         """Meet all ranks and go on from where the furthest of them is.

@@ -88,11 +88,6 @@ class Transport(ABC):
         from it: this is how ranks agree (contract C3).
         """
 
-    def gather_neighbours(self, values: Tensor, mixing: MixingMatrix) -> Tensor:
-        """Collect values, ``(k,)``, of the workers from which this one receives, ascending."""
-        peers = [peer for peer, _ in mixing.receives(self.rank)]
-        return self.gather(values)[peers]
-
     def mean(self, flat: Tensor) -> None:
         """Run :meth:`start_mean` to its end."""
         self.start_mean(flat, flat).wait()
@@ -189,10 +184,6 @@ class StackedTransport(Transport):
     def gather(self, values: Tensor) -> Tensor:
         """Return the rows; all of them are here already."""
         return values.detach().cpu()
-
-    def gather_neighbours(self, values: Tensor, mixing: MixingMatrix) -> Tensor:
-        """Return the rows: in one process, all workers are neighbours."""
-        return self.gather(values)
 
     def __repr__(self) -> str:
         return f"StackedTransport({self.size})"

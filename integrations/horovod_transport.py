@@ -22,9 +22,9 @@ from torch import Tensor
 
 from consensus_opt.errors import PeerError
 from consensus_opt.exchange import Message, PointToPoint
-from consensus_opt.integrations.shared import HalfMean, RollCall, peer_error
+from consensus_opt.integrations.shared import HalfMean, RollCall, failure
 from consensus_opt.mixing import MixingMatrix
-from consensus_opt.transport import Pending, Transport, all_reduce_bytes, arithmetic_dtype
+from consensus_opt.transport import Pending, all_reduce_bytes, arithmetic_dtype
 
 try:
     import horovod.torch as hvd
@@ -65,6 +65,7 @@ class HorovodTransport(PointToPoint):
         PeerError: If the other ranks do not make theirs.
     """
 
+    local_headers = False
     largest_sum = 1 << 30
     """Elements of one all-reduce; MPI counts in 31 bits."""
 
@@ -116,10 +117,6 @@ class HorovodTransport(PointToPoint):
         places = [place for _, place in receives]
         return _All([started], lambda: _scatter(started.result[0], places))
 
-    def gather_neighbours(self, values: Tensor, mixing: MixingMatrix) -> Tensor:
-        """Collect values of the ranks from which this one receives, by an allgather."""
-        return Transport.gather_neighbours(self, values, mixing)
-
     def broadcast(self, flat: Tensor, source: int = 0) -> None:
         """Send rank ``source``'s bytes to all, in chunks."""
         root = self.process_set.ranks[source]
@@ -163,9 +160,10 @@ class HorovodTransport(PointToPoint):
         try:
             yield
         except (hvd.HorovodInternalError, TimeoutError) as error:
-            absent = self._roll_call.absent() if self._roll_call is not None else None
-            told = peer_error(self, None, absent, error)
-            raise HorovodPeerError(str(told), told.ranks) from error
+            told = failure(self, None, self._roll_call, error)
+            if isinstance(told, PeerError):
+                told = HorovodPeerError(str(told), told.ranks)
+            raise told from error
 
     def _open_roll_call(self) -> RollCall | None:
         """Reach a store in rank 0's process, which lives on where Horovod fails."""

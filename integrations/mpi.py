@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,10 +27,11 @@ from consensus_opt.integrations.mpi_process import (
     check_thread,
     is_gpu_aware,
 )
-from consensus_opt.integrations.shared import RollCall, peer_error
+from consensus_opt.integrations.shared import RollCall, failure
 from consensus_opt.transport import Pending, all_reduce_bytes, arithmetic_dtype
 
 _DATA, _FAILED = 0, 32767  # Tags. The second can travel on the user's communicator: an unusual one.
+_LONGEST_TOKEN = 1024
 _SPIN_SECONDS = 0.01
 _PAUSES = (2e-5, 1e-3)
 _SUMS_AT_ONCE = 4
@@ -72,17 +73,19 @@ class MPITransport(PointToPoint):
     ) -> None:
         super().__init__()
         check_running()
-        self._comm: MPI.Intracomm = MPI.COMM_WORLD if comm is None else comm
-        _check(self._comm, timeout, chunk_bytes, self.largest_count)
+        comm = MPI.COMM_WORLD if comm is None else comm
+        _check(comm, timeout, chunk_bytes, self.largest_count)
         self.timeout, self.chunk_bytes = timeout, chunk_bytes
         self.gpu_aware = is_gpu_aware() if gpu_aware is None else gpu_aware
-        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._pid = os.getpid()
+        self._talk_over(comm)
         self._may_call()
         duplicate, request = self._comm.Idup()
         self.complete([request])
         duplicate.Set_errhandler(MPI.ERRORS_RETURN)
-        self._comm, self._owns = duplicate, True
+        self._talk_over(duplicate)
+        self._owns = True
         abort_when_uncaught()
 
     def start_mean(self, flat: Tensor, out: Tensor) -> Pending:
@@ -146,7 +149,7 @@ class MPITransport(PointToPoint):
                     continue
                 if waited > self.timeout:
                     raise TimeoutError(f"MPI did not complete the call in {self.timeout:g} s")
-                if self._owns and self._comm.Iprobe(MPI.ANY_SOURCE, _FAILED):
+                if self._owns and self._tokens.any():
                     raise TimeoutError("another rank gave up")
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSES[1])
@@ -159,9 +162,16 @@ class MPITransport(PointToPoint):
         except (MPI.Exception, TimeoutError) as error:
             _ABANDONED.extend(requests)
             late = [p for p, r in zip(peers, requests, strict=True) if not _is_done(r)]
-            tokens = _Tokens(self._comm)
-            absent = _RollCall(tokens, self.rank, self.size, self.timeout).absent()
-            raise peer_error(self, late[0] if late else None, absent, error) from error
+            raise failure(self, late[0] if late else None, self._roll_call, error) from error
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Raise, after telling the ranks that wait for this one."""
+        self._roll_call.leave(reason)
+        super().give_up(reason)
+
+    def _talk_over(self, comm: MPI.Intracomm) -> None:
+        self._comm, self._tokens = comm, _Tokens(comm)
+        self._roll_call = _RollCall(self._tokens, self.rank, self.size, self.timeout)
 
     def _may_call(self) -> None:
         if os.getpid() != self._pid:
@@ -244,26 +254,39 @@ class _Mean:
 class _RollCall(RollCall):
     """A roll call in the calling thread, because MPI may not allow calls from another."""
 
-    def absent(self) -> list[int] | None:
-        """Return the ranks that did not sign; None if MPI does not tell."""
-        self._call()
-        return self._absent
+    def _run(self, call: Callable[[], None], seconds: float) -> None:
+        call()
 
 
 class _Tokens:
-    """The list that is signed in a roll call, in messages: who signs sends an empty one to all."""
+    """The list that is signed in a roll call, in messages: who signs sends a text to all."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
+        self._texts: dict[str, bytes] = {}
+
+    def any(self) -> bool:
+        """Tell whether a rank has signed."""
+        return bool(self._texts) or self._comm.Iprobe(MPI.ANY_SOURCE, _FAILED)
 
     def set(self, key: str, value: str) -> None:
         """Sign as rank ``key``."""
+        text = value.encode()[:_LONGEST_TOKEN]  # MPI sends what is short without being waited for
         others = (peer for peer in range(self._comm.Get_size()) if peer != int(key))
-        _ABANDONED.extend(self._comm.Isend([b"", MPI.BYTE], peer, _FAILED) for peer in others)
+        _ABANDONED.extend(self._comm.Isend([text, MPI.BYTE], peer, _FAILED) for peer in others)
 
     def check(self, keys: list[str]) -> bool:
         """Tell whether these ranks have signed."""
-        return all(self._comm.Iprobe(int(key), _FAILED) for key in keys)
+        return all(k in self._texts or self._comm.Iprobe(int(k), _FAILED) for k in keys)
+
+    def get(self, key: str) -> bytes:
+        """Return what rank ``key``, which has signed, wrote."""
+        if key not in self._texts:
+            text = bytearray(_LONGEST_TOKEN)
+            status = MPI.Status()
+            self._comm.Recv([text, MPI.BYTE], int(key), _FAILED, status)
+            self._texts[key] = bytes(text[: status.Get_count(MPI.BYTE)])
+        return self._texts[key]
 
 
 def _room(tensor: Tensor, fill: bool = False) -> Tensor:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from consensus_opt.errors import PeerError
+from consensus_opt.errors import PeerError, RankMismatchError
 from consensus_opt.transport import Pending, arithmetic_dtype
 
 _LONGEST_ROLL_CALL = 30.0
 _SPARE_SECONDS = 3.0
 _LAST_ONE_SECONDS = 2.0
+_FAILED = "failed"
 
 
 class Waits(Protocol):
@@ -56,13 +59,16 @@ class SignIn(Protocol):
     def check(self, keys: list[str]) -> bool:
         """Tell whether these ranks have signed."""
 
+    def get(self, key: str) -> bytes:
+        """Return what rank ``key``, which has signed, wrote."""
+
 
 class RollCall:
-    """Finds out, after a failure, which ranks do not answer.
+    """Finds out, after a failure, which ranks do not answer, or why one of them gave up.
 
     A rank that fails signs a list in a store that all ranks reach. Ranks that wait fail too, soon
     (their peer has closed the group) or at their own timeout, and sign. Who does not sign is dead,
-    stopped or still busy elsewhere.
+    stopped or still busy elsewhere. A rank that found a mismatch writes what it is.
 
     Args:
         store: A list that all ranks reach, used for nothing else.
@@ -70,7 +76,12 @@ class RollCall:
         size: Number of ranks.
         timeout: Seconds by which ranks may come late to the roll call.
         keeper: The rank whose process keeps the store, if one of them does.
+
+    Attributes:
+        reason: What a rank wrote that found a mismatch; empty if none did.
     """
+
+    reason = ""
 
     def __init__(
         self,
@@ -89,15 +100,29 @@ class RollCall:
 
         None if that is unknown.
         """
-        # A client of a store whose process is stopped waits without end, so not in this thread.
-        caller = threading.Thread(target=self._call, daemon=True)
-        caller.start()
-        caller.join(self._seconds + _SPARE_SECONDS)
+        self._run(self._call, self._seconds + _SPARE_SECONDS)
         return self._absent
+
+    def leave(self, reason: str) -> None:
+        """Sign with what was found, for those who will call the roll."""
+        self.reason = reason
+        self._run(partial(self._sign, reason), _SPARE_SECONDS)
+
+    def _run(self, call: Callable[[], None], seconds: float) -> None:
+        # A client of a store whose process is stopped waits without end, so not in this thread.
+        caller = threading.Thread(target=call, daemon=True)
+        caller.start()
+        caller.join(seconds)
+
+    def _sign(self, text: str) -> None:
+        with suppress(RuntimeError):
+            self._store.set(str(self._rank), text)
 
     def _call(self) -> None:
         with suppress(RuntimeError):
-            self._store.set(str(self._rank), "failed")
+            if self.reason:
+                return
+            self._store.set(str(self._rank), _FAILED)
             self._absent = self._wait_for_others()
 
     def _wait_for_others(self) -> list[int]:
@@ -109,14 +134,22 @@ class RollCall:
             elif time.monotonic() - alone_since > _LAST_ONE_SECONDS:
                 break
             time.sleep(0.02)
-            absent = [rank for rank in absent if not self._store.check([str(rank)])]
+            for rank in [rank for rank in absent if self._store.check([str(rank)])]:
+                absent.remove(rank)
+                text = self._store.get(str(rank)).decode(errors="replace")
+                if text != _FAILED:
+                    self.reason = text
+                    return absent
         return absent
 
 
-def peer_error(
-    transport: Waits, peer: int | None, absent: list[int] | None, cause: Exception
-) -> PeerError:
-    """Say who did not answer: those absent at the roll call, else the peer waited for."""
+def failure(
+    transport: Waits, peer: int | None, roll_call: RollCall | None, cause: Exception
+) -> PeerError | RankMismatchError:
+    """Call the roll, and say why a rank gave up, or who is absent; else the peer waited for."""
+    absent = None if roll_call is None else roll_call.absent()
+    if roll_call is not None and roll_call.reason:
+        return RankMismatchError(roll_call.reason)
     named = absent if absent is not None or peer is None else [peer]
     seconds = f"{transport.timeout:g} s"
     if named == []:
@@ -131,7 +164,8 @@ def peer_error(
             "dead, stopped, or not in the same call. Look at the log of that rank"
         )
     return PeerError(
-        f"{text}; where a rank is only slow, pass a larger timeout to ConsensusOptimizer. "
+        f"{text}; where a rank is only slow, pass a larger timeout to ConsensusOptimizer; where it "
+        "has fewer batches or stops earlier, write 'with optimizer.join():' around the loop. "
         f"The engine said: {cause}",
         tuple(named or ()),
     )

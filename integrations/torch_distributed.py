@@ -7,10 +7,12 @@ and a roll call through the store tells who did not answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from consensus_opt.checks import positive, whole
-from consensus_opt.errors import PeerError
+from consensus_opt.errors import PeerError, RankMismatchError
 from consensus_opt.exchange import Message, PointToPoint
-from consensus_opt.integrations.shared import HalfMean, RollCall, peer_error
+from consensus_opt.integrations.shared import HalfMean, RollCall, failure
 from consensus_opt.transport import Pending, all_reduce_bytes, arithmetic_dtype
 
 
@@ -37,6 +39,7 @@ class TorchTransport(PointToPoint):
     Attributes:
         group: The process group whose ranks these are; messages travel in one of our own.
         device: Where the group's engine wants its data.
+        started: Works that may not be done.
 
     Raises:
         ValueError: If this rank is not in the group, or a number is not positive.
@@ -54,12 +57,13 @@ class TorchTransport(PointToPoint):
         self.chunk_bytes, self.timeout = chunk_bytes, timeout
         self.group = group or dist.group.WORLD
         backend = dist.get_backend_config(group)
-        self._group = dist.new_group(
+        self._group: Any = dist.new_group(
             dist.get_process_group_ranks(self.group),
             timeout=timedelta(seconds=timeout),
             backend=backend,
             use_local_synchronization=True,
         )
+        self.started: WeakSet[_Work] = WeakSet()
         self._ranks: list[int] = dist.get_process_group_ranks(self._group)
         self.rank, self.size = dist.get_rank(self._group), len(self._ranks)
         self._averages = "gloo" not in backend  # gloo has no ReduceOp.AVG
@@ -124,18 +128,29 @@ class TorchTransport(PointToPoint):
     def naming(self, peer: int | None = None) -> Iterator[None]:
         """Turn an engine's error into a ``PeerError`` that names who did not answer."""
         try:
+            if self._group is None:
+                raise RuntimeError("the group was closed after an earlier failure")
             yield
         except RuntimeError as error:
-            if isinstance(error, PeerError):
+            if isinstance(error, (PeerError, RankMismatchError)):
                 raise
             self._close()
-            absent = self._roll_call.absent()
-            raise peer_error(self, peer, absent, error) from error
+            raise failure(self, peer, self._roll_call, error) from error
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Raise, after closing the group: ranks that wait for this one hear of it at once."""
+        self._roll_call.leave(reason)
+        self._close()
+        super().give_up(reason)
 
     def _close(self) -> None:
         """Close the transport's own group, so that ranks that wait for this one stop waiting."""
-        with suppress(Exception):
-            self._group._get_backend(self.device).abort()
+        for work in self.started:
+            work.forget()
+        group, self._group = self._group, None  # the last reference keeps connections open
+        if group is not None:
+            with suppress(Exception):
+                distributed_c10d._abort_process_group(group)
 
     def __repr__(self) -> str:
         return f"TorchTransport(rank {self.rank} of {self.size})"
@@ -150,14 +165,22 @@ class _Work:
         works: Sequence[tuple[Any, int | None]],
         finish: Callable[[], Any] | None = None,
     ) -> None:
-        self._transport, self._works, self._finish = transport, works, finish
+        self._transport, self._works, self._finish = transport, deque(works), finish
+        transport.started.add(self)
 
     def wait(self) -> None:
-        for work, peer in self._works:
-            with self._transport.naming(peer), self._transport.waiting():
-                work.wait()
+        with self._transport.naming():
+            pass  # it was closed since
+        while self._works:
+            with self._transport.naming(self._works[0][1]), self._transport.waiting():
+                self._works[0][0].wait()  # in no variable: see forget()
+            self._works.popleft()
         if self._finish is not None:
             self._finish()
+
+    def forget(self) -> None:
+        """Let go of the works, each of which keeps the group's connections open."""
+        self._works.clear()
 
 
 def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from consensus_opt import (
     local_sgd,
 )
 from tests.harness import run_ranks
-from tests.problems import flat, loss_of, mlp, same
+from tests.problems import flat, loss_of, mlp, same, train
 
 
 def wrap(trained: nn.Module, method: Method, **options: Any) -> ConsensusOptimizer:
@@ -164,3 +165,22 @@ def join_later(rank: int, name: str) -> list[torch.Tensor]:
 def test_R116_a_group_that_is_added_on_all_ranks_joins(name: str) -> None:
     outcomes = run_ranks(3, join_later, name)
     assert all(same(models, outcomes[0]) for models in outcomes)
+
+
+def add_a_group_alone(rank: int) -> tuple[str, float]:
+    """Rank 1 of a ring of six changes its parameters; return the error and how long it took."""
+    optimizer = wrap(mlp(), gossip_sgd("ring"), timeout=60)
+    optimizer.step()
+    if rank == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    start = time.monotonic()
+    with pytest.raises(RankMismatchError) as raised:
+        train(mlp(), optimizer, range(8))
+    return str(raised.value), time.monotonic() - start
+
+
+def test_ranks_that_are_no_neighbours_hear_of_a_mismatch_and_its_reason() -> None:
+    outcomes = run_ranks(6, add_a_group_alone)
+    assert all("has other parameters or another method than rank" in text for text, _ in outcomes)
+    assert all("rank 1" in text for text, _ in outcomes)
+    assert all(seconds < 30 for _, seconds in outcomes)  # the timeout is 60
