@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from consensus_opt.acceleration import accelerate, mode_factors, modes
+from consensus_opt.checks import flag
 from consensus_opt.mixing import Matrix, MixingMatrix
 from consensus_opt.topology import Topology
 from consensus_opt.transport import Transport
@@ -116,6 +117,8 @@ class Gossip:
                 f"topology is {self.topology!r}; it must be a Topology; write "
                 "gossip_sgd('ring'), which takes names and graphs, or Gossip(topology('ring'))"
             )
+        plain = flag(self.accelerated, "accelerated", "gossip_sgd('ring', accelerated=True)")
+        object.__setattr__(self, "accelerated", plain)
 
     def validate(self, size: int) -> None:
         """Raise ``ValueError`` if the topology does not fit this number of workers."""

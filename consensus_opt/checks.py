@@ -1,4 +1,4 @@
-"""Numbers in a configuration, checked where they are given.
+"""Numbers and flags in a configuration, checked where they are given.
 
 Any numeric type is taken and a plain ``int`` or ``float`` kept: ranks compare configurations by
 their ``repr`` (contract C3), and NumPy writes its own numbers differently.
@@ -10,6 +10,8 @@ import math
 import numbers
 import operator
 from typing import SupportsIndex
+
+import numpy as np
 
 
 def whole(value: SupportsIndex, name: str, example: str = "", least: int = 1) -> int:
@@ -54,6 +56,17 @@ def positive(value: object, name: str, example: str) -> float:
     if not 0 < number < math.inf:
         raise ValueError(message)
     return number
+
+
+def flag(value: object, name: str, example: str) -> bool:
+    """Return ``value`` as a plain bool.
+
+    Raises:
+        TypeError: If ``value`` is neither True nor False, but "no", 0 or None.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r}; it must be True or False; write {example}")
 
 
 def whole_field(

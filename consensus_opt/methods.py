@@ -13,6 +13,7 @@ from typing import TypeAlias
 import networkx as nx
 
 from consensus_opt.averaging import AllReduce, Average, Gossip
+from consensus_opt.checks import flag
 from consensus_opt.control import Control, Fixed, KeepBelow
 from consensus_opt.distance import Sketch
 from consensus_opt.forces import Force
@@ -52,6 +53,7 @@ class Method:
 
     def __post_init__(self) -> None:
         check_policy(self.state)
+        object.__setattr__(self, "mix_first", flag(self.mix_first, "mix_first", "mix_first=True"))
         if self.state == "quasi_global" and self.mix_first:
             raise ValueError(
                 "state is 'quasi_global', where momentum follows a step and the round after it, "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from consensus_opt.amp import lent, unscale
 from consensus_opt.arguments import check_kinds
 from consensus_opt.buffers import Buffers, Recompute, averaged_buffers, name_call
-from consensus_opt.checks import positive, whole
+from consensus_opt.checks import flag, positive, whole
 from consensus_opt.joining import UnevenData
 from consensus_opt.meeting import LocalStep
 from consensus_opt.methods import Method
@@ -101,7 +101,7 @@ class ConsensusOptimizer(OptimizerView, UnevenData):
         self._timeout = positive(timeout, "timeout", "timeout=300.0, in seconds")
         self._rounds = UnevenRounds(method, total_steps, as_sinks(telemetry), self._views)
         self._rounds.connect(transport or _find_transport(timeout), shards)
-        everything = self._everything() if broadcast else []
+        everything = self._everything() if flag(broadcast, "broadcast", "broadcast=False") else []
         self._connected().start(self._trainable(), everything, self._lr())
 
     # ------------------------------------------------------------------ what communication did

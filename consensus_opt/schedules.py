@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from consensus_opt.checks import positive, whole_field
+
 
 @runtime_checkable
 class Schedule(Protocol):
@@ -99,6 +101,7 @@ class LrPower:
     Source: Wang & Johansson, arXiv 2602.02899.
 
     Raises:
+        TypeError: If one of them is no number.
         ValueError: If ``reference`` or ``power`` is not positive, or ``least`` is outside [0, 1].
     """
 
@@ -108,10 +111,13 @@ class LrPower:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.reference > 0 and self.power > 0 and 0 <= self.least <= 1):
+        for field in ("reference", "power"):
+            number = positive(getattr(self, field), field, "LrPower(reference=0.1, power=3.0)")
+            object.__setattr__(self, field, number)
+        whole_field(self, "start", "LrPower(reference=0.1, start=1000)", least=0)
+        if self.least != 0.0 and positive(self.least, "least", "least=0.0") > 1.0:
             raise ValueError(
-                f"{self!r} needs a positive reference and power, and least in [0, 1]; write "
-                "LrPower(reference=0.1), the learning rate at which workers mix fully"
+                f"least is {self.least!r}; it must lie in [0, 1]; write LrPower(0.1, least=0.01)"
             )
 
     @property

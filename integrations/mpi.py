@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from consensus_opt.checks import flag, positive
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.mpi_process import (
     MPI,
@@ -76,7 +77,8 @@ class MPITransport(PointToPoint):
         comm = MPI.COMM_WORLD if comm is None else comm
         _check(comm, timeout, chunk_bytes, self.largest_count)
         self.timeout, self.chunk_bytes = timeout, chunk_bytes
-        self.gpu_aware = is_gpu_aware() if gpu_aware is None else gpu_aware
+        given = None if gpu_aware is None else flag(gpu_aware, "gpu_aware", "gpu_aware=False")
+        self.gpu_aware = is_gpu_aware() if given is None else given
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._pid = os.getpid()
         self._talk_over(comm)
@@ -323,10 +325,7 @@ def _check(comm: Any, timeout: float, chunk_bytes: int, most: int) -> None:
             f"comm must be an intra-communicator of mpi4py, and is {comm!r}; write "
             "MPITransport(MPI.COMM_WORLD), or merge an inter-communicator with comm.Merge()"
         )
-    if not timeout > 0:
-        raise ValueError(
-            f"timeout must be a positive number of seconds, and is {timeout!r}; write timeout=300.0"
-        )
+    positive(timeout, "timeout", "timeout=300.0, in seconds")
     if not 1 <= chunk_bytes <= most:
         raise ValueError(
             f"chunk_bytes must be from 1 to {most} bytes, to which MPI counts, and is "

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from consensus_opt import (
     ConsensusOptimizer,
@@ -38,6 +39,21 @@ def parameters() -> Any:
 
 
 CASES: dict[str, Case] = {
+    "a word for False": (
+        lambda: wrap(local_sgd(1), broadcast="no"),
+        TypeError,
+        "broadcast is 'no' | True or False | broadcast=False",
+    ),
+    "join of another kind": (
+        lambda: wrap(local_sgd(1)).join("later").__enter__(),
+        ValueError,
+        "uneven is 'later' | one of ('continue', 'stop') | optimizer.join('continue')",
+    ),
+    "torch's Join without torch.distributed": (
+        lambda: Join([wrap(local_sgd(1))]),
+        TypeError,
+        "the transport is <consensus_opt | torch.distributed | optimizer.join()",
+    ),
     "a class": (
         lambda: around(torch.optim.SGD),
         TypeError,

@@ -18,6 +18,7 @@ from consensus_opt import (
     MixingMatrix,
     StackedTransport,
     dppf,
+    dsgd_ac,
     gossip_sgd,
     local_sgd,
     post_local,
@@ -36,6 +37,26 @@ def over(method: Method, workers: int) -> ConsensusOptimizer:
 
 
 METHODS: dict[str, Case] = {
+    "mix_first in words": (
+        lambda: Method(mix_first="no"),  # type: ignore[arg-type]
+        TypeError,
+        "mix_first is 'no' | True or False | mix_first=True",
+    ),
+    "accelerated in words": (
+        lambda: gossip_sgd("ring", accelerated="no"),  # type: ignore[arg-type]
+        TypeError,
+        "accelerated is 'no' | True or False | accelerated=True",
+    ),
+    "lr_reference in words": (
+        lambda: dsgd_ac("ring", lr_reference="0.1"),  # type: ignore[arg-type]
+        TypeError,
+        "reference is '0.1' | a finite number above 0 | LrPower(reference=0.1",
+    ),
+    "least above 1": (
+        lambda: dsgd_ac("ring", 0.1, least=2.0),
+        ValueError,
+        "least is 2.0 | in [0, 1] | least=0.01",
+    ),
     "period negative": (
         lambda: local_sgd(-4),
         ValueError,

@@ -187,3 +187,43 @@ def test_R130_all_ranks_make_the_same_controlled_rounds() -> None:
     assert [step for step, *_ in each[0]] == [1, 2, 3, 4, 5, 6]
     # Four workers on a ring need two exchanges for the exact mean, two need one.
     assert [exchanges for _, exchanges, *_ in each[0]] == [2, 2, 2, 2, 1, 1]
+
+
+# ---------------------------------------------------------------------------- stop with the first
+
+
+def stop_with_the_first(rank: int, period: int, batches: Sequence[int]) -> dict[str, Any]:
+    model, stopped = mlp(), []
+    optimizer = ConsensusOptimizer(sgd(model), local_sgd(period), timeout=20)
+    for epoch in range(2):
+        taken = 0
+        with optimizer.join("stop"):
+            for step in range(batches[rank]):
+                train_step(model, optimizer, 100 * epoch + step, rank)
+                taken += 1
+        stopped.append((taken, optimizer.clock))
+    return {
+        "stopped": stopped,
+        "parameters": flat(model),
+        "distance": optimizer.consensus_distance(),
+    }
+
+
+def stop_in_all_ways(rank: int) -> list[dict[str, Any]]:
+    return [
+        stop_with_the_first(rank, 1, (5, 8, 7, 9)),
+        stop_with_the_first(rank, 4, (5, 11, 12, 9)),
+        stop_with_the_first(rank, 1, (3, 0, 3, 3)),
+        stop_with_the_first(rank, 2, (4, 4, 4, 4)),
+    ]
+
+
+def test_R132_all_stop_with_the_first_before_the_round_that_it_would_miss() -> None:
+    each = run_ranks(N, stop_in_all_ways)
+    every_step, fourth, none, alike = zip(*each, strict=True)
+    assert [e["stopped"] for e in every_step] == [[(5, 5), (5, 10)]] * 4
+    # Of period 4: in the first epoch the round after step 8 is not made, in the second that is due.
+    assert [e["stopped"] for e in fourth] == [[(m, 7), (0, 7)] for m in (5, 7, 7, 7)]
+    assert [e["stopped"] for e in none] == [[(0, 0), (0, 0)]] * 4
+    assert [e["stopped"] for e in alike] == [[(4, 4), (4, 8)]] * 4
+    assert all(e["distance"] == 0.0 for e in (*every_step, *none, *alike))
