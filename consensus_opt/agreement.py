@@ -24,6 +24,7 @@ from consensus_opt.exchange import PointToPoint
 from consensus_opt.mixing import MixingMatrix
 from consensus_opt.transport import Transport
 
+ASKING = "step(), if all ranks have data"
 ENDED = "the end of its data"
 OWING = "the end of its data, with steps that no round has seen"
 
@@ -34,6 +35,7 @@ OPERATIONS = (
     *calls("synchronize"),
     "consensus_distance()",
     "mean_of()",
+    ASKING,
     ENDED,
     OWING,
 )

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from consensus_opt.errors import EndOfDataError
+from consensus_opt.meeting import LocalStep
 from consensus_opt.uneven import MODES, UnevenRounds
 
 _NOT_JOINING = _JoinConfig(False, False, False)
@@ -39,6 +40,10 @@ class UnevenData(Joinable):
     @abstractmethod
     def _follow_step(self) -> None:
         """Follow workers with more data for one step."""
+
+    @abstractmethod
+    def _local_step(self) -> LocalStep:
+        """Return what the worker brings to a round."""
 
     @abstractmethod
     def _lr(self) -> float:
@@ -117,7 +122,9 @@ class UnevenData(Joinable):
         """Tell the others, before a step, that this worker has data."""
         if self._join_config.enable:
             Join.notify_join_context(self)
-        self._connected().announce(self._lr())
+        rounds = self._connected()
+        if rounds.uneven == "stop" and rounds.ends_in_a_round(self._lr()):
+            rounds.ask(self._local_step())
 
     def _joinable(self) -> Any:
         transport = self._connected().transport

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from consensus_opt.agreement import ENDED, OWING
+from consensus_opt.agreement import ASKING, ENDED, OWING
 from consensus_opt.buffers import averaged_buffers, calls
 from consensus_opt.errors import EndOfDataError
 from consensus_opt.meeting import LocalStep
@@ -26,19 +26,20 @@ MODES = ("continue", "stop")
 class UnevenRounds(Rounds):
     """Rounds in which a worker may run out of data before the others."""
 
-    def announce(self, lr: float) -> None:
-        """Ask, before a step that ends in a round, whether a worker has ended, where all stop then.
+    def ends_in_a_round(self, lr: float) -> bool:
+        """Tell whether the next step does."""
+        if self._next is None:
+            self._next = self._after(self.clock, lr)
+        return self.clock + 1 >= self._next and self.transport.size > 1
+
+    def ask(self, step: LocalStep) -> None:
+        """Ask the others, before a step that ends in a round, whether they have data for it.
 
         Raises:
             EndOfDataError: On all ranks that have data, if one has none.
         """
-        if self.uneven != "stop" or self.transport.size == 1:
-            return
-        if self._next is None:
-            self._next = self._after(self.clock, lr)
-        if self.clock + 1 < self._next:
-            return
-        agreed = self._meet("step()", LocalStep((), lr=lr))
+        self._refresh(step.parameters)
+        agreed = self._meet(ASKING, step)
         if agreed.ended:
             raise EndOfDataError(
                 f"ranks {list(agreed.ended)} have run out of data before step {self.clock + 1}, "
@@ -67,9 +68,7 @@ class UnevenRounds(Rounds):
 
     def follow_step(self, step: LocalStep, parameters: list[Tensor], buffers: list[Tensor]) -> None:
         """Count a step that the others take, and follow them if they make a round after it."""
-        if self._next is None:
-            self._next = self._after(self.clock, step.lr)
-        if self.clock + 1 >= self._next and self.transport.size > 1:
+        if self.ends_in_a_round(step.lr):
             self._follow(step, parameters, buffers)
         else:
             self.clock += 1
@@ -82,7 +81,7 @@ class UnevenRounds(Rounds):
         waited, stop = self._waited(), self.uneven == "stop"
         self._refresh(step.parameters)
         agreed = self._meet(OWING if self._worked or stop else ENDED, step)
-        if agreed.operation == ENDED or (stop and agreed.operation == "step()"):
+        if agreed.operation in (ENDED, ASKING):
             return False
         if agreed.operation == "step()":
             self._settle(step, agreed)
