@@ -345,7 +345,8 @@ class ConsensusOptimizer(OptimizerView, UnevenData):
         else:
             warnings.warn(
                 f"the checkpoint has no {KEY!r} entry: it is of an optimizer without "
-                f"ConsensusOptimizer, and the communication clock stays at {self.clock}",
+                "ConsensusOptimizer, or of get_state_dict(), beside which to save "
+                f"optimizer.state_dict()[{KEY!r}]; the communication clock stays at {self.clock}",
                 stacklevel=2,
             )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from consensus_opt import ConsensusOptimizer, Method, dppf, gossip_sgd, local_sgd, quadratic_sync
+from consensus_opt import (
+    ConsensusOptimizer,
+    Method,
+    consensus_control,
+    dppf,
+    gossip_sgd,
+    local_sgd,
+    post_local,
+    quadratic_sync,
+)
 from tests.harness import run_ranks
 from tests.problems import flat, mlp, same, train
 
@@ -23,6 +32,9 @@ METHODS: dict[str, Method] = {
     "matching": gossip_sgd("random_matching", period=3, exchanges=2),
     "dppf": dppf(0.2, 0.3, period=4),
     "dppf_ring": dppf(0.2, 0.3, period=3, topology="ring", schedule="linear"),
+    "warm_up": post_local(until=4, period=3),
+    "control": consensus_control("star", during=(0.0, 0.7), most=4, period=2),
+    "momentum": gossip_sgd("ring", period=2, state="quasi_global"),
 }
 
 
