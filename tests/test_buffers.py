@@ -64,7 +64,7 @@ def policies() -> list[dict[str, dict[str, Tensor]]]:
     return run_ranks(3, see_each_policy)
 
 
-def test_floating_point_buffers_are_averaged_and_counters_are_not(
+def test_R139_R140_floating_point_buffers_are_averaged_and_counters_are_not(
     policies: list[dict[str, dict[str, Tensor]]],
 ) -> None:
     for rank, seen in enumerate(policies):
@@ -79,7 +79,7 @@ def test_floating_point_buffers_are_averaged_and_counters_are_not(
     assert len({int(seen["own"]["1.num_batches_tracked"]) for seen in policies}) == 2
 
 
-def test_statistics_are_recomputed_over_all_batches_of_all_ranks(
+def test_R142_statistics_are_recomputed_over_all_batches_of_all_ranks(
     policies: list[dict[str, dict[str, Tensor]]],
 ) -> None:
     model = batch_norm_net()

@@ -136,7 +136,9 @@ def save_mean_twice(rank: int, path: str) -> tuple[bool, Tensor]:
         return there, flat(model)
 
 
-def test_the_mean_model_is_one_file_that_is_there_when_any_rank_returns(tmp_path: Path) -> None:
+def test_R136_the_mean_model_is_one_file_that_is_there_when_any_rank_returns(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "new" / "mean.pt"
     outcomes = run_ranks(2, save_mean_twice, str(path))
     model = with_batch_norm(seed=5)
