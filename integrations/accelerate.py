@@ -144,10 +144,11 @@ class Accelerator(accelerate.Accelerator):
         if self._optimizers:
             workers.save(folder, self._optimizers[0].optimizer.transport, self._parts())
 
-    def load_workers(self, folder: Any) -> None:
-        """Load what this worker saved; with another number of workers the mean stays."""
-        if self._optimizers:
-            workers.load(folder, self._optimizers[0].optimizer.transport, self._parts())
+    def load_workers(self, folder: Any) -> bool:
+        """Load what this worker saved; False where another number of workers saved."""
+        if not self._optimizers:
+            return False
+        return workers.load(folder, self._optimizers[0].optimizer.transport, self._parts())
 
     def _parts(self) -> dict[str, workers.Stateful]:
         parts = {f"model {i}": self.unwrap_model(model) for i, model in enumerate(self._models)}

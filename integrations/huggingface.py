@@ -20,7 +20,7 @@ from typing import Any
 from consensus_opt.methods import Method
 
 try:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 
     from consensus_opt.integrations.accelerate import Accelerator
 except ImportError as error:
@@ -79,8 +79,12 @@ class ConsensusTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.accelerator.load_workers(checkpoint)
+        if checkpoint is None or self.accelerator.load_workers(checkpoint):
+            return
+        if isinstance(self.model, PreTrainedModel):
+            # Trainer has loaded the mean by itself, but for weights that transformers renamed.
+            mean = type(self.model).from_pretrained(checkpoint)
+            self.model.load_state_dict(mean.state_dict())
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._finalize_training(*args, **kwargs)

@@ -35,15 +35,16 @@ def save(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -
     write(Path(folder, name(transport)), compact(state))
 
 
-def load(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -> None:
-    """Read this worker's file; without one, warn that the worker starts from the mean model."""
+def load(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -> bool:
+    """Read this worker's file; without one, warn that it starts from the mean, and return False."""
     place = Path(folder, name(transport))
     if not place.exists():
         warn(place)
-        return
+        return False
     state = read(place)
     for key, part in parts.items():
         part.load_state_dict(state[key])
+    return True
 
 
 def warn(place: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -56,6 +57,10 @@ def trainer(folder: Path) -> dict[str, Any]:
 
         def __init__(self) -> None:
             self.steps: dict[int, Tensor] = {}
+            self.start = torch.zeros(0)
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = flat(kwargs["model"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.steps[state.global_step] = flat(kwargs["model"])
@@ -93,6 +98,7 @@ def trainer(folder: Path) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=resume)
         (prepared,) = trainer.accelerator._optimizers
         return {
+            "start": watch.start,
             "steps": watch.steps,
             "rounds": [record.step for record in records],
             "logs": trainer.state.log_history,
@@ -106,12 +112,17 @@ def trainer(folder: Path) -> dict[str, Any]:
     half = folder / "whole" / f"checkpoint-{HALF}"
     again = run(folder / "again", resume=str(half))
     loaded = type(vit()).from_pretrained(str(half))
+    of_others = folder / "of others"
+    if RANK == 0:  # as if another number of workers had saved it
+        shutil.copytree(half, of_others, ignore=shutil.ignore_patterns("worker-*"))
+    dist.barrier()
     return {
         "whole": whole,
         "again": again,
         "half": flat(loaded),
         "half loss": loss_on(loaded, Images(40, seed=1)),
         "end loss": loss_on(_with(vit(), whole["end"]), Images(40, seed=1)),
+        "from others": run(folder / "third", resume=str(of_others))["start"],
         "bf16": run(folder / "bf16", bf16=True)["logs"],
     }
 

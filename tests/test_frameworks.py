@@ -97,6 +97,11 @@ def test_trainer_counts_optimizer_steps_and_evaluates_the_mean_model(two: Result
             assert losses[-1] < 0.9 * losses[0]
 
 
+def test_trainer_starts_from_the_mean_where_another_number_of_workers_saved(two: Results) -> None:
+    for rank in results(two, "trainer"):
+        assert same(rank["from others"], rank["half"])
+
+
 def test_accelerate_saves_the_mean_once_and_each_workers_own(two: Results) -> None:
     ranks = results(two, "accelerate")
     names = ranks[0]["whole"]["names"]
