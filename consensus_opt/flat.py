@@ -1,7 +1,9 @@
 """The model as a few flat buffers, one for each device and dtype (contract C6).
 
 Parameters become views of the buffer, so that averaging the buffer averages the model, with no
-copy in or out. A view keeps the strides of its parameter: channels_last and transposed weights
+copy in or out. Each has a storage of its own over its part of the memory: what looks at storages
+to find tied weights (safetensors, Accelerate), or saves all of one, sees the model as it was. A
+view keeps the strides of its parameter: channels_last and transposed weights
 stay as they are. A parameter that must keep its own memory (it shares storage with something else,
 or its memory has gaps) is *packed*: copied in before a round, and back after it.
 """
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 Member = tuple[Tensor, int, int]
 """A tensor, and where its part of the flat vector starts and ends."""
@@ -133,7 +136,7 @@ class FlatParameters:
         for tensor, start, _ in viewed:
             view = self._part(flat, tensor, start)
             view.copy_(tensor.detach())
-            tensor.data = view
+            tensor.data = view if self._batch else _with_own_storage(view)
         return _Buffer(flat, viewed, packed, owned=True)
 
     def _part(self, flat: Tensor, tensor: Tensor, start: int) -> Tensor:
@@ -193,6 +196,14 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """Return a tensor over the same memory, whose storage is no more than that."""
+    if view.device.type not in ("cpu", "cuda"):
+        return view
+    memory = view.as_strided((view.numel(),), (1,))
+    return from_dlpack(memory).as_strided(view.shape, view.stride())
 
 
 def _shared_storages(tensors: Sequence[Tensor]) -> set[int]:

@@ -116,11 +116,6 @@ class Accelerator(accelerate.Accelerator):
         for prepared in self._optimizers:
             prepared.optimizer.synchronize()
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return tensors of their own: Accelerate takes views of one buffer for tied weights."""
-        state = super().get_state_dict(model, unwrap)
-        return {key: value.clone() for key, value in state.items()}
-
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save the mean model as Accelerate does, and beside it each worker's own; collective."""
         with self.averaged():

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from consensus_opt.checkpoint import compact, read, worker_name, write
+from consensus_opt.checkpoint import read, worker_name, write
 from consensus_opt.transport import Transport
 
 
@@ -32,7 +32,7 @@ def save(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -
     """Write this worker's file: complete or not at all. It sends no message."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     state = {key: part.state_dict() for key, part in parts.items()}
-    write(Path(folder, name(transport)), compact(state))
+    write(Path(folder, name(transport)), state)
 
 
 def load(folder: str | Path, transport: Transport, parts: dict[str, Stateful]) -> bool:

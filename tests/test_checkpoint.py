@@ -161,7 +161,7 @@ def test_a_part_of_a_flattened_model_is_saved_alone() -> None:
     with optimizer.averaged():
         pass
     head = model[1].state_dict()
-    assert size_of(head) > 300 * 300 * 4  # torch writes the whole memory behind a view
+    assert size_of(head) < 300 * 2 * 4 + 4000
     compacted = checkpoint.compact(head)
     assert size_of(compacted) < 300 * 2 * 4 + 4000
     assert same(dict(compacted), dict(head))

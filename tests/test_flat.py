@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from consensus_opt import (
@@ -212,9 +215,28 @@ def test_R122_parameters_become_views_of_one_buffer_and_keep_their_memory_format
     values = copy.deepcopy(model.state_dict())
     averaged_once(model)
     parameters = list(model.parameters())
-    assert len({p.untyped_storage().data_ptr() for p in parameters}) == 1
+    places = sorted((p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parameters)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(places))
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in parameters[::2])
     assert same(dict(model.state_dict()), dict(values))
+
+
+def test_what_looks_at_storages_sees_the_model_as_it_was(tmp_path: Path) -> None:
+    """safetensors takes tensors in one storage for tied ones; torch.save saves all of a storage."""
+    model, loaded = conv_net(), conv_net()
+    for trained in (model, loaded):
+        averaged_once(trained)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
+        assert parameter.storage_offset() == 0
+    save_model(model, str(tmp_path / "model.safetensors"))
+    load_model(loaded, tmp_path / "model.safetensors")
+    assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+    torch.save(model[0].bias, tmp_path / "bias.pt")
+    assert (tmp_path / "bias.pt").stat().st_size < 2000
+    assert averaged_once(model).consensus_distance() == 0.0
 
 
 @pytest.mark.parametrize("change", ["dtype", "data", "replaced"])
