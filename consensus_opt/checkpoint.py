@@ -52,13 +52,13 @@ def save(
 
     Raises:
         TypeError: If ``extra`` holds other objects.
-        ValueError: If replicas are sharded.
+        ValueError: If replicas are sharded, or their engine saves them itself.
         RuntimeError: On every rank, if one could not write; chained to its own error on that rank.
     """
     _check_extra(extra)
-    _check_whole(optimizer)
-    transport = optimizer.transport
+    _check(optimizer, "save")
     with optimizer.averaged():
+        transport = optimizer.transport
         state = Path(folder) / f"step-{optimizer.clock:08d}"
         with together(transport, f"prepare {state}"):
             state.mkdir(parents=True, exist_ok=True)
@@ -92,8 +92,7 @@ def load(
     Raises:
         FileNotFoundError: On every rank, if one of them has no complete state (of that step).
     """
-    _check_whole(optimizer)
-    optimizer.check_outside_join("checkpoint.load()")
+    _check(optimizer, "load")
     transport = optimizer.transport
     chosen = _agree(Path(folder), transport, step)
     state = Path(folder) / f"step-{chosen:08d}"
@@ -119,8 +118,7 @@ def save_mean(path: str | Path, model: nn.Module, optimizer: ConsensusOptimizer)
         RuntimeError: On every rank, if rank 0 could not write.
         ValueError: If replicas are sharded.
     """
-    _check_whole(optimizer)
-    optimizer.check_outside_join("checkpoint.save_mean()")
+    _check(optimizer, "save_mean")
     with optimizer.averaged():
         _write_model(Path(path), model, optimizer.transport)
 
@@ -222,12 +220,18 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
         os.close(folder)
 
 
-def _check_whole(optimizer: ConsensusOptimizer) -> None:
+def _check(optimizer: ConsensusOptimizer, call: str) -> None:
+    optimizer.check_outside_join(f"checkpoint.{call}()")
     if optimizer.shards.size > 1:
         raise ValueError(
             f"the replica lies in {optimizer.shards.size} pieces, and consensus_opt.checkpoint "
             "takes whole ones; write engine.save_checkpoint(folder) with DeepSpeed, and "
             "consensus_opt.integrations.fsdp.save(folder, model, optimizer) with fully_shard"
+        )
+    if call != "save_mean" and not optimizer.inner.state_dict():
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no state of the inner optimizer, which its engine "
+            "saves itself; write engine.save_checkpoint(folder) with DeepSpeed"
         )
 
 

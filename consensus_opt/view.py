@@ -7,6 +7,8 @@ replace what lies in ``param_groups``, and both objects see it.
 from __future__ import annotations
 
 import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -85,10 +87,15 @@ class OptimizerView(torch.optim.Optimizer):
     def _only_fills_state(self) -> bool:
         """Tell whether ``torch.distributed.checkpoint`` steps so that there is state to save.
 
-        It does so on any rank, at learning rate 0 with gradients of 0, where there is no state yet.
-        Such a step changes no parameter, and is no step of the training.
+        It does so on any rank whose optimizer has no state yet, at learning rate 0 with gradients
+        of 0. Such a step changes no parameter, and is no step of the training.
         """
         if self.state or any(group.get("lr") is None or group["lr"] for group in self.param_groups):
             return False
-        gradients = [p.grad for p in self._trainable()]
-        return all(g is not None and not g.is_sparse and not g.any() for g in gradients)
+        module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+        if module is None:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals is not vars(module):
+            frame = frame.f_back
+        return frame is not None

@@ -219,3 +219,20 @@ def test_a_process_that_dies_while_it_writes_leaves_the_older_file(tmp_path: Pat
         checkpoint.write(path, {"tensor": batch(0, 0)[0], "dies": Dies()})
     assert [file.name for file in tmp_path.iterdir()] == ["file.pt"]
     assert same(dict(torch.load(path, weights_only=True)), dict(mlp().state_dict()))
+
+
+def test_where_workers_without_data_or_an_engine_come_in_the_error_says_what_to_write(
+    tmp_path: Path,
+) -> None:
+    class Engine(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    model, optimizer = make()
+    with optimizer.join(), pytest.raises(RuntimeError, match=r"save\(\) was .* leave the block"):
+        checkpoint.save(tmp_path, model, optimizer)
+    with optimizer.join(), pytest.raises(RuntimeError, match=r"save_mean\(\) was called inside"):
+        checkpoint.save_mean(tmp_path / "mean.pt", model, optimizer)
+    engine = ConsensusOptimizer(Engine(model.parameters()), dppf())
+    with pytest.raises(ValueError, match=r"saves itself; write engine\.save_checkpoint"):
+        checkpoint.save(tmp_path, model, engine)

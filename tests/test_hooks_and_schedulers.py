@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from consensus_opt import ConsensusOptimizer, dppf, gossip_sgd, local_sgd
 from tests.problems import mlp, random_rows, same, stacked, train
@@ -120,6 +121,20 @@ def test_R100_step_hooks_of_wrapper_and_inner_fire_once_a_step_and_in_their_orde
         ("wrapper post", wrapped),
     ]
     assert fired == once * 2
+
+
+def test_a_hook_on_all_optimizers_sees_the_inner_step_and_then_the_wrappers() -> None:
+    rows = random_rows(4, 5)
+    parameter, wrapped = stacked(rows, local_sgd(1))
+    seen: list[tuple[Optimizer, torch.Tensor]] = []
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *_: seen.append((optimizer, parameter.detach().clone()))
+    )
+    wrapped.step()
+    hook.remove()
+    assert [optimizer for optimizer, _ in seen] == [wrapped.inner, wrapped]
+    assert same(seen[0][1], rows)
+    torch.testing.assert_close(seen[1][1], rows.mean(0).expand(4, 5))
 
 
 def test_R120_a_post_hook_of_the_wrapper_sees_mixed_parameters_and_one_of_the_inner_does_not() -> (
