@@ -65,7 +65,8 @@ class UnevenData(Joinable):
           travelling optimizer state; all have the clock of the one that is furthest.
         - "stop": the others stop with it, before the first step that would end in a round: ``step``
           raises, which ends the loop, and the block swallows that. With ``period=1`` all have taken
-          as many steps as the shortest; models stay as they are.
+          as many steps as the shortest; models stay as they are. Where ``scaler.unscale_`` was
+          called in the last batch, call ``scaler.update()`` after the block.
 
         Args:
             uneven: "continue" or "stop"; the same on all ranks.
@@ -91,6 +92,8 @@ class UnevenData(Joinable):
         except EndOfDataError as error:
             if error.of is not self._rounds:
                 raise
+            for left in {"grad_scale", "found_inf"} & vars(self).keys():
+                delattr(self, left)  # GradScaler would multiply by the next
         finally:
             self._uneven = None
             self._rounds.part()

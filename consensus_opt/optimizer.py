@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consensus_opt.amp import lent, unscale
+from consensus_opt.amp import is_unscaled, lent, unscale
 from consensus_opt.arguments import check_kinds
 from consensus_opt.buffers import Buffers, Recompute, averaged_buffers, name_call
 from consensus_opt.checks import flag, positive, whole
@@ -189,6 +189,8 @@ class ConsensusOptimizer(OptimizerView, UnevenData):
         # GradScaler sets these two for the duration of a step, and deletes them after it.
         self._found_inf = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None and is_unscaled(self._inner):
+            scale = None
         follows = self.method.state == "quasi_global" and self.transport.size > 1
         momentum = QuasiGlobal(self.param_groups, self.state) if follows else None
         if self.method.mix_first:

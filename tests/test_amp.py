@@ -23,23 +23,34 @@ INNER: dict[str, Make] = {
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: Adam(p, lr=0.01),
     "adamw_fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adam_capturable": lambda p: Adam(p, lr=0.01, fused=True, capturable=True),
+    "sgd_fused": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
 }
-LOOPS = ["plain", "clipped", "accumulated"]
+LOOPS = ["plain", "clipped", "clipped inside", "accumulated", "autocast"]
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, scaler: GradScaler, rank: int, step: int, loop: str
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    rank: int,
+    step: int,
+    loop: str = "plain",
+    overflow: int = OVERFLOW,
 ) -> None:
-    """One step of an ordinary AMP loop; rank 1 overflows once, at step ``OVERFLOW``."""
+    """One step of an ordinary AMP loop; rank 1 overflows once."""
     optimizer.zero_grad()
     for part in range(2 if loop == "accumulated" else 1):
-        scaler.scale(loss_of(model, rank, 10 * step + part)).backward()
-    if rank == 1 and step == OVERFLOW:
+        with torch.autocast("cpu", torch.bfloat16, enabled=loop == "autocast"):
+            loss = loss_of(model, rank, 10 * step + part)
+        scaler.scale(loss).backward()
+    if rank == 1 and step == overflow:
         gradient = next(model.parameters()).grad
         assert gradient is not None
         gradient[0, 0] = torch.inf
-    if loop == "clipped":
-        scaler.unscale_(optimizer)
+    if loop.startswith("clipped"):
+        inside = isinstance(optimizer, ConsensusOptimizer) and loop == "clipped inside"
+        scaler.unscale_(optimizer.inner if inside else optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     scaler.step(optimizer)
     scaler.update()
@@ -147,3 +158,89 @@ def test_after_a_scaled_step_nothing_of_the_scaler_is_left_on_the_optimizers() -
     for optimizer in (wrapped, wrapped.inner):
         assert not hasattr(optimizer, "grad_scale")
         assert not hasattr(optimizer, "found_inf")
+
+
+# ---------------------------------------------------------------------------- where in the period
+
+WHERE: dict[str, Make] = {"sgd": INNER["sgd"], "adam": INNER["adam"]}
+
+
+def overflow_anywhere(rank: int) -> dict[tuple[str, int], tuple[Tensor, dict[str, Any], int]]:
+    outcomes = {}
+    for name, make in WHERE.items():
+        for overflow in range(STEPS):
+            model, scaler = mlp(), GradScaler("cpu")
+            method = local_sgd(3, state="average")
+            optimizer = ConsensusOptimizer(make(model.parameters()), method, timeout=60)
+            for step in range(STEPS):
+                train_step(model, optimizer, scaler, rank, step, overflow=overflow)
+            outcomes[name, overflow] = flat(model), optimizer.inner.state_dict(), optimizer.rounds
+    return outcomes
+
+
+def anywhere_by_hand(name: str, overflow: int) -> list[tuple[Tensor, dict[str, Any]]]:
+    models, scalers = [mlp(), mlp()], [GradScaler("cpu"), GradScaler("cpu")]
+    optimizers = [WHERE[name](model.parameters()) for model in models]
+    for step in range(STEPS):
+        for rank in range(2):
+            train_step(models[rank], optimizers[rank], scalers[rank], rank, step, overflow=overflow)
+        if step % 3 == 2:
+            average_by_hand(models)
+            average_state(models, optimizers)
+    return [(flat(m), o.state_dict()) for m, o in zip(models, optimizers, strict=True)]
+
+
+def average_state(models: list[nn.Sequential], optimizers: list[Optimizer]) -> None:
+    for pair in zip(*(model.parameters() for model in models), strict=True):
+        kept = [optimizer.state[p] for optimizer, p in zip(optimizers, pair, strict=True)]
+        for key in (key for key in kept[0] if key != "step"):
+            mean = (kept[0][key] + kept[1][key]) / 2
+            for each in kept:
+                each[key].copy_(mean)
+
+
+@pytest.fixture(scope="module")
+def anywhere() -> list[dict[tuple[str, int], tuple[Tensor, dict[str, Any], int]]]:
+    return run_ranks(2, overflow_anywhere)
+
+
+@pytest.mark.parametrize("overflow", range(STEPS))
+@pytest.mark.parametrize("name", WHERE)
+def test_R002_an_overflow_at_any_point_of_the_period_costs_that_step_alone(
+    anywhere: list[dict[tuple[str, int], tuple[Tensor, dict[str, Any], int]]],
+    name: str,
+    overflow: int,
+) -> None:
+    for outcome, (parameters, state) in zip(
+        anywhere, anywhere_by_hand(name, overflow), strict=True
+    ):
+        assert same(outcome[name, overflow][0], parameters)
+        assert same(outcome[name, overflow][1], state)
+        assert outcome[name, overflow][2] == 2
+
+
+def stop_under_a_scaler(rank: int) -> list[tuple[int, Tensor]]:
+    model, scaler, seen = mlp(), GradScaler("cpu"), []
+    optimizer = ConsensusOptimizer(INNER["sgd"](model.parameters()), local_sgd(1), timeout=60)
+    for _ in range(2):
+        with optimizer.join("stop"):
+            for step in range(3 + rank):
+                train_step(model, optimizer, scaler, rank, step, overflow=-1)
+        seen.append((optimizer.clock, flat(model)))
+    return seen
+
+
+def test_a_stop_leaves_nothing_of_the_scaler_that_would_spoil_the_next_epoch() -> None:
+    models = [mlp(), mlp()]
+    optimizers = [INNER["sgd"](model.parameters()) for model in models]
+    outcomes = run_ranks(2, stop_under_a_scaler)
+    for epoch in range(2):
+        for step in range(3):
+            for rank in range(2):
+                train_step(
+                    models[rank], optimizers[rank], GradScaler("cpu"), rank, step, "plain", -1
+                )
+            average_by_hand(models)
+        for outcome in outcomes:
+            assert outcome[epoch][0] == 3 * (epoch + 1)
+            torch.testing.assert_close(outcome[epoch][1], flat(models[0]))
