@@ -1,7 +1,7 @@
 """Workers with different numbers of batches: ``optimizer.join()`` and torch's ``Join``.
 
 The oracle trains plain optimizers side by side and applies, in each round, a matrix among those who
-are left. R130 and R132 are cases of the list of what goes wrong in data loops.
+are left. R130 to R132 are cases of the list of what goes wrong in data loops.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def everything() -> list[dict[tuple[str, str], dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", BATCHES)
 @pytest.mark.parametrize("name", METHODS)
-def test_the_others_go_on_among_themselves_and_who_ended_takes_their_mean(
+def test_R130_R131_the_others_go_on_among_themselves_and_who_ended_takes_their_mean(
     everything: list[dict[tuple[str, str], dict[str, Any]]], name: str, case: str
 ) -> None:
     outcomes = [each[name, case] for each in everything]
@@ -224,7 +224,7 @@ def stop_in_all_ways(rank: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_R132_all_stop_with_the_first_before_the_round_that_it_would_miss() -> None:
+def test_R131_R132_all_stop_with_the_first_before_the_round_that_it_would_miss() -> None:
     each = run_ranks(N, stop_in_all_ways)
     every_step, fourth, none, alike = zip(*each, strict=True)
     assert [e["stopped"] for e in every_step] == [[(5, 5), (5, 10)]] * 4
