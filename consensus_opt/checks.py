@@ -52,7 +52,10 @@ def positive(value: object, name: str, example: str) -> float:
     message = f"{name} is {value!r}; it must be a finite number above 0; write {example}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(message)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not 0 < number < math.inf:
         raise ValueError(message)
     return number
@@ -67,6 +70,22 @@ def flag(value: object, name: str, example: str) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise TypeError(f"{name} is {value!r}; it must be True or False; write {example}")
+
+
+def seconds(value: object) -> float:
+    """Return a timeout as a plain float.
+
+    Raises:
+        TypeError: If ``value`` is no real number.
+        ValueError: If it is not from a millisecond to ten years, which engines can count.
+    """
+    number = positive(value, "timeout", "timeout=300.0, in seconds")
+    if not 1e-3 <= number <= 315_360_000:
+        raise ValueError(
+            f"timeout is {value!r}; it must be a number of seconds from 0.001 to 315360000 (ten "
+            "years); write timeout=300.0"
+        )
+    return number
 
 
 def whole_field(

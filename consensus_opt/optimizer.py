@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from consensus_opt.amp import is_unscaled, lent, unscale
 from consensus_opt.arguments import check_kinds
 from consensus_opt.buffers import Buffers, Recompute, averaged_buffers, name_call
-from consensus_opt.checks import flag, positive, whole
+from consensus_opt.checks import flag, seconds, whole
 from consensus_opt.joining import UnevenData
 from consensus_opt.meeting import LocalStep
 from consensus_opt.methods import Method
@@ -98,7 +98,7 @@ class ConsensusOptimizer(OptimizerView, UnevenData):
         self._model = model
         self._found_inf: Tensor | None = None
         self._averaging = False
-        self._timeout = positive(timeout, "timeout", "timeout=300.0, in seconds")
+        self._timeout = seconds(timeout)
         self._rounds = UnevenRounds(method, total_steps, as_sinks(telemetry), self._views)
         self._rounds.connect(transport or _find_transport(timeout), shards)
         everything = self._everything() if flag(broadcast, "broadcast", "broadcast=False") else []

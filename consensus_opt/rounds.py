@@ -7,7 +7,7 @@ all ranks (contract C3).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from consensus_opt.control import Forecast, Outcome
 from consensus_opt.distance import Distance, root_mean
 from consensus_opt.flat import FlatParameters
 from consensus_opt.gradients import GradientMeter
+from consensus_opt.guard import Guard
 from consensus_opt.meeting import LocalStep, Meeting
 from consensus_opt.methods import Method
 from consensus_opt.restoring import restored
-from consensus_opt.telemetry import RoundRecord, Sink
+from consensus_opt.telemetry import RoundRecord, Sink, tell
 from consensus_opt.transport import Transport, total
 
 VERSION = 1
@@ -61,6 +62,7 @@ class Rounds(Meeting):
         self.method.average.validate(transport.size)
         self.method.control.validate(self.total_steps)
         self.transport, self._met = transport, False
+        self.guard = Guard(transport)
         self.shards = shards or self.shards
         self.pieces = self.shards.size
         self._count(transport.size)
@@ -93,7 +95,7 @@ class Rounds(Meeting):
         if self._next is None:
             self._next = self._after(self.clock - 1, step.lr)
         if self.clock >= self._next:
-            with torch.no_grad(), record_function("consensus_opt::round"):
+            with self.guard.hold(), torch.no_grad(), record_function("consensus_opt::round"):
                 self._round(step)
 
     def _round(self, step: LocalStep) -> None:
@@ -144,8 +146,7 @@ class Rounds(Meeting):
             bytes_sent=sent,
             wait_seconds=self._waited() - waited,
         )
-        for sink in self._sinks:
-            sink(record)
+        tell(self._sinks, record)
 
     def _move(
         self, flat: FlatParameters, pull: float, push: float
@@ -213,12 +214,15 @@ class Rounds(Meeting):
         """Compare the ranks and give all of them rank 0's ``everything``."""
         if self.transport.size == 1:
             return
+        with self.guard.hold():
+            self._start(parameters, everything, lr)
+
+    def _start(self, parameters: Sequence[Tensor], everything: Sequence[Tensor], lr: float) -> None:
         self._description = self._describe(parameters, everything)
         # Before the clock is read: it may move it.
         lr = self._meet("the start of training", LocalStep((), lr=lr)).lr
         self._next = self._after(self.clock, lr)
-        if self._gradients is not None:
-            self._gradients.watch(parameters)
+        self.watch(parameters)
         flat = FlatParameters(everything, self.transport.batch, views=False)
         with torch.no_grad():
             flat.pack()
@@ -227,6 +231,11 @@ class Rounds(Meeting):
             flat.unpack()
         if not self.transport.batch:
             self._slips.begin(parameters)
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """Measure these parameters' gradients at backward, where the control needs them."""
+        if self._gradients is not None:
+            self._gradients.watch(parameters)
 
     @contextmanager
     def averaged(
@@ -244,20 +253,27 @@ class Rounds(Meeting):
             buffers: Those that are averaged, as far as they are real-valued.
             module: All of its buffers are restored.
         """
-        parts = self._collect(operation, parameters, buffers)
-        with restored(parts, module):
-            self._average(parts)
+        with ExitStack() as stack:
+            with self.guard.hold():
+                parts = self._collect(operation, parameters, buffers)
+                stack.enter_context(restored(parts, module))
+                self._average(parts)
             yield
 
     def synchronize(
         self, operation: str | None, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> None:
         """Make all workers equal to the mean."""
-        self._average(self._collect(operation, parameters, buffers))
+        with self.guard.hold():
+            self._average(self._collect(operation, parameters, buffers))
 
     def distances(self, parameters: Sequence[Tensor], met: bool = False) -> dict[int, float]:
         """Return the exact consensus distance of each parameter, by its ``id``."""
-        (part, _) = self._collect(None if met else "consensus_distance()", parameters, ())
+        with self.guard.hold():
+            return self._distances(None if met else "consensus_distance()", parameters)
+
+    def _distances(self, operation: str | None, parameters: Sequence[Tensor]) -> dict[int, float]:
+        (part, _) = self._collect(operation, parameters, ())
         if self.transport.size == 1 or not part.tensors:
             return {id(tensor): 0.0 for tensor in part.tensors}
         means = [buffer.clone() for buffer in part.buffers]

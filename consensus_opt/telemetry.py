@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +67,9 @@ class JsonLines:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
+    def __repr__(self) -> str:
+        return f"JsonLines({str(self._path)!r})"
+
     def __call__(self, record: RoundRecord) -> None:
         """Append one line."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +113,27 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
+
+
+def tell(sinks: Sequence[Sink], record: RoundRecord) -> None:
+    """Hand the record to each sink; one that fails (a full disk) gets a warning.
+
+    The other ranks wait for this one, and a record that is lost is no reason to lose them.
+    """
+    for sink in sinks:
+        _tell(sink, record)
+
+
+def _tell(sink: Sink, record: RoundRecord) -> None:
+    try:
+        sink(record)
+    except Exception as error:
+        warnings.warn(
+            f"telemetry {sink!r} raised {type(error).__name__}: {error}; training goes on, and the "
+            "record of a round is missing there",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def as_sinks(telemetry: Sink | Sequence[Sink] | None) -> tuple[Sink, ...]:

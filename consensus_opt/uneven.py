@@ -38,8 +38,9 @@ class UnevenRounds(Rounds):
         Raises:
             EndOfDataError: On all ranks that have data, if one has none.
         """
-        self._refresh(step.parameters)
-        agreed = self._meet(ASKING, step)
+        with self.guard.hold():
+            self._refresh(step.parameters)
+            agreed = self._meet(ASKING, step)
         if agreed.ended:
             raise EndOfDataError(
                 f"ranks {list(agreed.ended)} have run out of data before step {self.clock + 1}, "
@@ -56,9 +57,10 @@ class UnevenRounds(Rounds):
             buffers: Those of the model.
         """
         if self.transport.size > 1:
-            while self._follow(step, parameters, buffers):
-                pass
-            self._catch_up()
+            with self.guard.hold():
+                while self._follow(step, parameters, buffers):
+                    pass
+                self._catch_up()
         self.part()
 
     def part(self) -> None:
@@ -69,7 +71,8 @@ class UnevenRounds(Rounds):
     def follow_step(self, step: LocalStep, parameters: list[Tensor], buffers: list[Tensor]) -> None:
         """Count a step that the others take, and follow them if they make a round after it."""
         if self.ends_in_a_round(step.lr):
-            self._follow(step, parameters, buffers)
+            with self.guard.hold():
+                self._follow(step, parameters, buffers)
         else:
             self.clock += 1
 

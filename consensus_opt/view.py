@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from consensus_opt.uneven import UnevenRounds
+
 
 class OptimizerView(torch.optim.Optimizer):
     """What a wrapper shares with its inner optimizer, which it keeps in ``_inner``.
@@ -22,6 +24,7 @@ class OptimizerView(torch.optim.Optimizer):
     """
 
     _inner: torch.optim.Optimizer
+    _rounds: UnevenRounds
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -62,6 +65,7 @@ class OptimizerView(torch.optim.Optimizer):
         """Add a group to the inner optimizer; it joins the next round. Call it on all ranks."""
         if self._is_ready():
             self._inner.add_param_group(param_group)
+            self._rounds.watch(self._trainable())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; legal at any time."""

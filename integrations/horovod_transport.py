@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from consensus_opt.checks import positive
+from consensus_opt.checks import seconds
 from consensus_opt.errors import PeerError
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.shared import HalfMean, RollCall, failure
@@ -252,7 +252,7 @@ def _check(process_set: Any, timeout: float, chunk_bytes: int) -> None:
             f"rank {hvd.rank()} is not in the process set given, which has ranks "
             f"{process_set.ranks}; make the transport only on these, or pass a set with this rank"
         )
-    positive(timeout, "timeout", "timeout=300.0, in seconds")
+    seconds(timeout)
     most = (2**31 - 1) // process_set.size()
     if not 1 <= chunk_bytes <= most:
         raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from consensus_opt.checks import flag, positive
+from consensus_opt.checks import flag, seconds
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.mpi_process import (
     MPI,
@@ -325,7 +325,7 @@ def _check(comm: Any, timeout: float, chunk_bytes: int, most: int) -> None:
             f"comm must be an intra-communicator of mpi4py, and is {comm!r}; write "
             "MPITransport(MPI.COMM_WORLD), or merge an inter-communicator with comm.Merge()"
         )
-    positive(timeout, "timeout", "timeout=300.0, in seconds")
+    seconds(timeout)
     if not 1 <= chunk_bytes <= most:
         raise ValueError(
             f"chunk_bytes must be from 1 to {most} bytes, to which MPI counts, and is "

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from consensus_opt.checks import positive, whole
+from consensus_opt.checks import seconds, whole
 from consensus_opt.errors import PeerError, RankMismatchError
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.shared import HalfMean, RollCall, failure
@@ -127,6 +127,12 @@ class TorchTransport(PointToPoint):
     @contextmanager
     def naming(self, peer: int | None = None) -> Iterator[None]:
         """Turn an engine's error into a ``PeerError`` that names who did not answer."""
+        if self._group is not None and self._group not in distributed_c10d._world.pg_map:
+            raise RuntimeError(
+                "torch.distributed was shut down: destroy_process_group() was called after this "
+                "transport was made; finish training before it, or make a new optimizer after the "
+                "next init_process_group()"
+            )
         try:
             if self._group is None:
                 raise RuntimeError("the group was closed after an earlier failure")
@@ -194,5 +200,5 @@ def _check(group: dist.ProcessGroup | None, timeout: float, chunk_bytes: int) ->
             f"rank {dist.get_rank()} is not in the process group given; make the transport only on "
             "the group's ranks, or pass the group that this rank belongs to"
         )
-    positive(timeout, "timeout", "timeout=300.0, in seconds")
+    seconds(timeout)
     whole(chunk_bytes, "chunk_bytes", "chunk_bytes=32 << 20")
