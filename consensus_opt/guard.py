@@ -28,7 +28,7 @@ class Guard:
 
     def __init__(self, transport: Transport) -> None:
         self._has_peers = transport.size > 1 and not transport.batch
-        self._rank, self._pid = transport.rank, os.getpid()
+        self._transport, self._pid = transport, os.getpid()
         self._lock = threading.RLock()
         self._broken: tuple[str, tuple[int, ...]] | None = None
 
@@ -55,6 +55,7 @@ class Guard:
             if self._has_peers and self._broken is None:
                 text = f"{type(error).__name__} {error}".strip().split("\n")[0]
                 self._broken = text, getattr(error, "ranks", ())
+                self._transport.abandon()
             raise
         finally:
             self._lock.release()
@@ -62,14 +63,14 @@ class Guard:
     def _check(self) -> None:
         if self._has_peers and os.getpid() != self._pid:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self._rank} (process {self._pid}), "
+                f"process {os.getpid()} was forked from rank {self._transport.rank} (process {self._pid}), "
                 "whose connections to the other ranks it cannot use; call step(), averaged() and "
                 "synchronize() in the process that made the optimizer"
             )
         if self._broken is not None:
             cause, ranks = self._broken
             raise PeerError(
-                f"an earlier call of rank {self._rank} broke off in the middle ({cause}), so its "
+                f"an earlier call of rank {self._transport.rank} broke off in the middle ({cause}), so its "
                 "messages and those of the other ranks no longer match, and parameters may be half "
                 "averaged; start all ranks again from the last checkpoint, or load it and give all "
                 "of them a new transport: optimizer.transport = TorchTransport()",

@@ -100,6 +100,9 @@ class Transport(ABC):
         """Leave a round that others are in: raise, and see to it that they raise soon too."""
         raise RankMismatchError(reason)
 
+    def abandon(self) -> None:
+        """Use this transport no more, after a call broke off: ranks that wait hear of it soon."""
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time spent inside as waiting."""

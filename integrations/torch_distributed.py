@@ -149,6 +149,10 @@ class TorchTransport(PointToPoint):
         self._close()
         super().give_up(reason)
 
+    def abandon(self) -> None:
+        """Close the transport's own group."""
+        self._close()
+
     def _close(self) -> None:
         """Close the transport's own group, so that ranks that wait for this one stop waiting."""
         for work in self.started:
