@@ -61,16 +61,17 @@ class Guard:
             self._lock.release()
 
     def _check(self) -> None:
+        rank = self._transport.rank
         if self._has_peers and os.getpid() != self._pid:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self._transport.rank} (process {self._pid}), "
-                "whose connections to the other ranks it cannot use; call step(), averaged() and "
+                f"process {os.getpid()} was forked from rank {rank} (process {self._pid}), whose "
+                "connections to the other ranks it cannot use; call step(), averaged() and "
                 "synchronize() in the process that made the optimizer"
             )
         if self._broken is not None:
             cause, ranks = self._broken
             raise PeerError(
-                f"an earlier call of rank {self._transport.rank} broke off in the middle ({cause}), so its "
+                f"an earlier call of rank {rank} broke off in the middle ({cause}), so its "
                 "messages and those of the other ranks no longer match, and parameters may be half "
                 "averaged; start all ranks again from the last checkpoint, or load it and give all "
                 "of them a new transport: optimizer.transport = TorchTransport()",

@@ -100,7 +100,7 @@ class Transport(ABC):
         """Leave a round that others are in: raise, and see to it that they raise soon too."""
         raise RankMismatchError(reason)
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027 - most engines have nothing to close
         """Use this transport no more, after a call broke off: ranks that wait hear of it soon."""
 
     @contextmanager
