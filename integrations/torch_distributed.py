@@ -159,8 +159,12 @@ class TorchTransport(PointToPoint):
             work.forget()
         group, self._group = self._group, None  # the last reference keeps connections open
         if group is not None:
+            name = group.group_name
             with suppress(Exception):
                 distributed_c10d._abort_process_group(group)
+            # The next group must not find this one's addresses in the store, under the same name.
+            names: dict[Any, str] = distributed_c10d._world.pg_names
+            names[object()] = name
 
     def __repr__(self) -> str:
         return f"TorchTransport(rank {self.rank} of {self.size})"

@@ -253,7 +253,11 @@ class Run:
         control = self.method.control
         if not isinstance(control, KeepBelow):
             return False
-        start, end = (b * (self.case.total if isinstance(b, float) else 1) for b in control.during)
+        start, end = control.during
+        if isinstance(start, float):
+            start *= self.case.total
+        if isinstance(end, float):  # 1.0 is the end, whenever it comes
+            end = end * self.case.total if end < 1 else torch.inf
         return start < self.clock <= end
 
     def _check_record(
