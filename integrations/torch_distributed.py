@@ -163,7 +163,7 @@ class TorchTransport(PointToPoint):
             with suppress(Exception):
                 distributed_c10d._abort_process_group(group)
             # The next group must not find this one's addresses in the store, under the same name.
-            names: dict[Any, str] = distributed_c10d._world.pg_names
+            names: Any = distributed_c10d._world.pg_names
             names[object()] = name
 
     def __repr__(self) -> str:
