@@ -355,7 +355,7 @@ class ConsensusOptimizer(OptimizerView, UnevenData):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled views would each carry the whole flat buffer.
+        # Pickled views of stacked workers would each carry the whole flat buffer.
         self._rounds.release()
         return {
             "inner": self._inner,

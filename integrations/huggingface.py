@@ -60,8 +60,18 @@ class ConsensusTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Create Trainer's optimizer; ``accelerator.prepare`` wraps it."""
-        self.accelerator.consensus = {"total_steps": self.state.max_steps, **self._consensus}
+        steps = self.state.max_steps
+        self.accelerator.consensus = {
+            "total_steps": steps if steps > 0 else None,
+            **self._consensus,
+        }
         return super().create_optimizer(model)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and make all workers equal to their mean."""
+        output = super().train(*args, **kwargs)
+        self.accelerator.synchronize()
+        return output
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict with the mean model."""
@@ -85,8 +95,3 @@ class ConsensusTrainer(Trainer):
             # Trainer has loaded the mean by itself, but for weights that transformers renamed.
             mean = type(self.model).from_pretrained(checkpoint)
             self.model.load_state_dict(mean.state_dict())
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        output = super()._finalize_training(*args, **kwargs)
-        self.accelerator.synchronize()
-        return output
