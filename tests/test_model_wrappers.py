@@ -17,16 +17,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from consensus_opt import ConsensusOptimizer, Method, gossip_sgd, local_sgd
+from consensus_opt import ConsensusOptimizer, gossip_sgd, local_sgd
 from tests.harness import run_ranks
 from tests.problems import average_by_hand, flat, loss_of, mlp, same, train
 
 STEPS, PERIOD, DECAY = 7, 2, 0.9
 
 
-def wrap(model: nn.Module, method: Method | None = None, lr: float = 0.1) -> ConsensusOptimizer:
+def wrap(model: nn.Module, lr: float = 0.1, broadcast: bool = True) -> ConsensusOptimizer:
     inner = SGD(model.parameters(), lr=lr, momentum=0.9)
-    return ConsensusOptimizer(inner, method or local_sgd(PERIOD), timeout=30)
+    return ConsensusOptimizer(inner, local_sgd(PERIOD), broadcast=broadcast, timeout=30)
 
 
 class Checkpointed(nn.Module):
@@ -248,3 +248,25 @@ def test_a_laid_out_model_can_be_copied_and_moved_and_goes_on_with_the_same_bits
     ):
         assert copied
         assert same(end, undisturbed)
+
+
+def assign_and_go_on(rank: int) -> tuple[Tensor, Tensor]:
+    ends = []
+    for assign in (True, False):
+        model = mlp()
+        optimizer = wrap(model)
+        train(model, optimizer, range(3), rank)
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        if assign:  # new parameters, of which no optimizer made before knows
+            model = mlp(seed=9)
+            model.load_state_dict(saved[0], assign=True)
+            optimizer = wrap(model, broadcast=False)  # each rank's own
+            optimizer.load_state_dict(saved[1])
+        train(model, optimizer, range(3, STEPS), rank)
+        ends.append(flat(model))
+    return ends[0], ends[1]
+
+
+def test_a_state_that_was_assigned_goes_on_with_an_optimizer_made_after_it() -> None:
+    for assigned, expected in run_ranks(2, assign_and_go_on):
+        assert same(assigned, expected)
