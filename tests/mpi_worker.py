@@ -27,7 +27,9 @@ from consensus_opt.integrations import find_transport
 from consensus_opt.integrations.environment import init_process_group
 from consensus_opt.integrations.mpi import MPITransport, is_gpu_aware
 from consensus_opt.topology import topology
+from tests import test_disagreement as disagreement
 from tests import test_parity as parity
+from tests import test_uneven as uneven
 from tests.launchers import attempt, report
 from tests.problems import flat, mlp, random_rows, train
 
@@ -36,6 +38,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 TIMEOUT = 60.0
+UNEVEN = ("local_sgd_2", "ring", "one_peer")
 
 
 def main(names: list[str]) -> None:
@@ -379,6 +382,19 @@ def hook() -> tuple[bool, bool]:
     return first is not before, sys.excepthook is first
 
 
+# ---------------------------------------------------------------------------- uneven data
+
+
+@check
+def uneven_data() -> dict[str, Any]:
+    """What each of these methods does where ranks have different numbers of batches."""
+    batches = uneven.BATCHES["all at different steps"]
+    return {
+        **{name: uneven.train_uneven(RANK, name, batches, timeout=TIMEOUT) for name in UNEVEN},
+        "stop": uneven.stop_with_the_first(RANK, 1, batches)["stopped"],
+    }
+
+
 # ---------------------------------------------------------------------------- jobs that fail
 
 
@@ -425,7 +441,34 @@ def raise_on_rank_1() -> None:
             raise KeyError("on purpose")
 
 
-FAILURES = {"rank_1_is_silent": rank_1_is_silent, "raise_on_rank_1": raise_on_rank_1}
+def exit_on_rank_1() -> None:
+    """Rank 1 ends the program in its third step, and says nothing."""
+    model = mlp()
+    optimizer = ConsensusOptimizer(sgd(model), gossip_sgd("ring"), timeout=3)
+    train(model, optimizer, range(2), RANK)
+    if RANK == 1:
+        report(RANK, {})
+        sys.exit(1)
+    report(RANK, {"step": peers_missing(lambda: train(model, optimizer, range(2, 6), RANK))})
+
+
+def ranks_part() -> None:
+    """Rank 1 skips a step, leaves its loop early, and has other parameters: what the others see."""
+    seen: dict[str, Any] = {"skipped": uneven.skip_a_step(RANK, "local_sgd")[-1]}
+    seen["mismatch"] = disagreement.add_a_group_alone(RANK)
+    WORLD.Barrier()
+    seen["left"] = uneven.leave_early(RANK, "ring")
+    report(RANK, seen)
+    WORLD.Barrier()
+    raise KeyError("all have reported")
+
+
+FAILURES = {
+    "rank_1_is_silent": rank_1_is_silent,
+    "raise_on_rank_1": raise_on_rank_1,
+    "exit_on_rank_1": exit_on_rank_1,
+    "ranks_part": ranks_part,
+}
 
 
 if __name__ == "__main__":

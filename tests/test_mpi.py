@@ -15,6 +15,7 @@ import torch
 
 from consensus_opt.transport import all_reduce_bytes
 from tests import test_parity as parity
+from tests import test_uneven as uneven
 from tests.launchers import launch, launch_loosely
 from tests.problems import same
 
@@ -33,6 +34,7 @@ ON_FOUR = (
     "unusual_strides",
     "world_in_another_thread",
     "forked_data_loader",
+    "uneven_data",
 )
 
 Results = dict[str, list[Any]]
@@ -242,6 +244,36 @@ def test_R038_a_silent_rank_is_named_by_all_others_in_every_call() -> None:
             ranks, text = job.reports[rank][call]
             assert ranks == (1,)
             assert text.startswith(f"rank 1 does not answer rank {rank} within 1 s")
+
+
+def test_a_rank_that_exits_without_a_word_is_named_by_all_others() -> None:
+    job = launch_loosely("mpirun", 4, "tests.mpi_worker", ["exit_on_rank_1"], timeout=120)
+    for rank in (0, 2, 3):
+        ranks, text = job.reports[rank]["step"]
+        assert ranks == (1,), text
+        assert f"rank 1 does not answer rank {rank} within 3 s" in text
+
+
+def test_R003_R132_ranks_that_part_are_named_with_what_to_do() -> None:
+    job = launch_loosely("mpirun", 4, "tests.mpi_worker", ["ranks_part"], timeout=120)
+    for rank, seen in enumerate(job.reports):
+        assert "rank 0: step(), rank 1: synchronize()" in seen["skipped"]
+        text, seconds = seen["mismatch"]
+        assert "rank 1" in text
+        assert "has other parameters or another method than rank" in text
+        assert seconds < 30  # the timeout is 60, and rank 3 is no neighbour of rank 1
+        kind, text = seen["left"]
+        if rank != 1:
+            assert kind == "PeerError"
+            assert "rank 1 does not answer" in text
+            assert "'with optimizer.join():' around the loop" in text
+
+
+def test_R130_ranks_go_on_without_those_that_ended_and_stop_with_the_first(four: Results) -> None:
+    batches = uneven.BATCHES["all at different steps"]
+    for name in ("local_sgd_2", "ring", "one_peer"):
+        uneven.assert_as_by_hand([seen[name] for seen in four["uneven_data"]], name, batches)
+    assert [seen["stop"] for seen in four["uneven_data"]] == [[(3, 3), (3, 6)]] * 4
 
 
 def test_R047_under_mpirun_the_transport_and_torch_distributed_are_found(two: Results) -> None:
