@@ -93,7 +93,7 @@ def load(
         FileNotFoundError: On every rank, if one of them has no complete state (of that step).
     """
     _check(optimizer, "load")
-    transport = optimizer.transport
+    transport = optimizer._connected().transport  # under Horovod's elastic, not the one so far
     chosen = _agree(Path(folder), transport, step)
     state = Path(folder) / f"step-{chosen:08d}"
     with together(transport, f"load {state}"):
@@ -108,7 +108,8 @@ def load(
 def latest(folder: str | Path) -> int | None:
     """Return the step of the latest complete state that this rank sees, or None; not collective."""
     names = [path.parent.name for path in Path(folder).glob(f"step-*/{_COMPLETE}")]
-    return max((int(name.removeprefix("step-")) for name in names), default=None)
+    steps = [name.removeprefix("step-") for name in names]
+    return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
 def save_mean(path: str | Path, model: nn.Module, optimizer: ConsensusOptimizer) -> None:

@@ -104,6 +104,8 @@ def test_a_state_that_was_not_completed_is_not_there(
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000007")
     (tmp_path / "step-00000007" / "complete.json").unlink()
+    (tmp_path / "step-of-mine").mkdir()
+    (tmp_path / "step-of-mine" / "complete.json").touch()
     assert checkpoint.latest(tmp_path) == STOP
     (tmp_path / "step-00000004" / "complete.json").unlink()
     assert checkpoint.latest(tmp_path) is None
