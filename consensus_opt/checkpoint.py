@@ -15,18 +15,17 @@ The functions are collective: call them on all ranks. When they return, all rank
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consensus_opt.optimizer import ConsensusOptimizer
 from consensus_opt.together import together
@@ -66,7 +65,7 @@ def save(
         _write_model(state / _MEAN, model, transport)
     with together(transport, f"write {state}"):
         worker = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
-        write(state / worker_name(transport.rank, _files(transport)), compact(worker))
+        write(state / worker_name(transport.rank, _files(transport)), worker)
     with together(transport, f"complete {state}"):
         text = json.dumps({"workers": _files(transport), "clock": optimizer.clock}).encode()
         _replace(state / _COMPLETE, lambda file: file.write(text))
@@ -124,31 +123,6 @@ def save_mean(path: str | Path, model: nn.Module, optimizer: ConsensusOptimizer)
         _write_model(Path(path), model, optimizer.transport)
 
 
-def compact(state: Any) -> Any:
-    """Return a structure of dicts, lists and tensors whose tensors hold no memory beside their own.
-
-    ``torch.save`` writes the whole memory that a tensor is a view of, and parameters are views of
-    one flat buffer: saving a *part* of a model writes all of it. Where the tensors given fill their
-    memory they are returned as they are; where not, they are cloned, shared ones once.
-    """
-    used: dict[int, dict[tuple[Any, ...], int]] = {}
-    for tensor in _tensors(state):
-        used.setdefault(_storage(tensor), {})[_place(tensor)] = tensor.numel() * tensor.itemsize
-    clones: dict[tuple[Any, ...], Tensor] = {}
-
-    def own(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or sum(used[_storage(tensor)].values()) >= (
-            tensor.untyped_storage().nbytes()
-        ):
-            return tensor
-        key = (_storage(tensor), *_place(tensor))
-        if key not in clones:
-            clones[key] = tensor.detach().clone(memory_format=torch.preserve_format)
-        return clones[key]
-
-    return _map(state, own)
-
-
 # ---------------------------------------------------------------------- ranks
 
 
@@ -199,7 +173,7 @@ def _write_model(path: Path, model: nn.Module, transport: Transport) -> None:
     with together(transport, f"write {path}"):
         if transport.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, compact(model.state_dict()))
+            write(path, model.state_dict())
 
 
 def _replace(path: Path, write: Callable[[Any], Any]) -> None:
@@ -247,39 +221,3 @@ def _check_extra(extra: Any) -> None:
             "refuses; give tensors, numbers, strings, and lists and dicts of them, for example "
             "extra={'epoch': 3, 'scheduler': scheduler.state_dict()}"
         ) from error
-
-
-# ---------------------------------------------------------------------- structures of tensors
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        if state.layout == torch.strided:
-            yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors(value)
-    elif type(state) in (list, tuple):
-        for value in state:
-            yield from _tensors(value)
-
-
-def _map(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return function(state)
-    if isinstance(state, Mapping):
-        result: Any = copy.copy(state)  # keeps what a state dict carries beside its entries
-        for key, value in state.items():
-            result[key] = _map(value, function)
-        return result
-    if type(state) in (list, tuple):
-        return type(state)([_map(value, function) for value in state])
-    return state
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -164,23 +164,6 @@ def test_a_part_of_a_flattened_model_is_saved_alone() -> None:
         pass
     head = model[1].state_dict()
     assert size_of(head) < 300 * 2 * 4 + 4000
-    compacted = checkpoint.compact(head)
-    assert size_of(compacted) < 300 * 2 * 4 + 4000
-    assert same(dict(compacted), dict(head))
-    assert compacted._metadata == head._metadata
-    assert checkpoint.compact(model.state_dict())["0.weight"] is not None
-    assert size_of(checkpoint.compact(model.state_dict())) == size_of(model.state_dict())
-
-
-def test_tensors_that_share_memory_share_it_after_compacting() -> None:
-    memory = torch.arange(100.0)
-    tied = memory[:10]
-    first, second, whole = checkpoint.compact([tied, memory[:10], {"other": torch.ones(3)}])
-    assert first is second
-    assert first.untyped_storage().nbytes() == 40
-    assert same(whole["other"], torch.ones(3))
-    full = [memory[:50], memory[50:]]
-    assert checkpoint.compact(full)[0] is full[0]
 
 
 def test_an_extra_that_could_not_be_loaded_is_refused_before_anything_is_written(
