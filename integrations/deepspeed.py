@@ -1,9 +1,10 @@
 """DeepSpeed: ``initialize`` that reads a ``"consensus"`` block from the same configuration.
 
-Each worker has an engine of its own: an ``mpu`` tells DeepSpeed that the data-parallel group is
-this rank alone, so that the engine trains by itself at every ZeRO stage. Rounds happen around it,
-after each of its steps, and move its fp32 master weights; the weights that the model computes with
-are made from them anew, as the engine does after a step. A step that the engine skips (an overflow
+Each worker is a replica on one or several ranks: an ``mpu`` tells DeepSpeed that the data-parallel
+group is these ranks alone, so that their engines train by themselves at every ZeRO stage. Rounds
+happen around them, after each of their steps, and move the fp32 master weights, each rank those
+that it holds; the weights that the model computes with are made from them anew, as the engine does
+after a step. A step that the engine skips (an overflow
 in fp16) counts too: the other workers do not know of it, and are in the round (contract C4).
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from consensus_opt.buffers import Buffers
@@ -25,7 +27,6 @@ from consensus_opt.integrations.deepspeed_engine import (
     scale_loss,
     share_data,
 )
-from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.methods import Method
 from consensus_opt.optimizer import ConsensusOptimizer
 from consensus_opt.telemetry import JsonLines
@@ -55,11 +56,12 @@ def initialize(
 
         "consensus": {"method": "dppf", "alpha": 0.1, "lam": 0.5, "period": 4, "total_steps": 9000}
 
-    ``"method"`` names a recipe, whose arguments are further keys; so are ``"total_steps"``,
+    ``"method"`` names a recipe, whose arguments are further keys; so are ``"replica_size"``, the
+    number of ranks that hold one model (see ``deepspeed_config.replica_size``), ``"total_steps"``,
     ``"timeout"``, ``"broadcast"`` and ``"telemetry"`` (the path of a file of JSON lines, which rank
     0 writes, or a callable). ``"train_batch_size"`` is the batch of all workers, and
     ``training_data`` is shared out among them. Checkpoints hold the state of consensus; each worker
-    has its own, in ``save_dir/replica_RANK``. Without ``"gradient_clipping"`` DeepSpeed clips each
+    has its own, in ``save_dir/replica_M``. Without ``"gradient_clipping"`` DeepSpeed clips each
     worker's gradients at norm 1. A collective call.
 
     Returns:
@@ -81,8 +83,10 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
-    transport = TorchTransport(timeout=options.pop("timeout", 300.0))
-    replica = Replica()
+    world = dist.get_world_size()
+    size = configuration.replica_size(config, options.pop("replica_size", None), world)
+    engine_config = configuration.engine_config(config, world // size, optimizer)
+    replica = Replica(size)
     with replica.in_charge(), lent(args, deepspeed_config=None):
         engine = deepspeed.initialize(
             args=args,
@@ -94,15 +98,17 @@ def initialize(
             mpu=replica,
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
-            config=configuration.engine_config(config, transport.size, optimizer),
+            config=engine_config,
         )[0]
     replica.keep(engine, "backward", "step", "save_checkpoint", "load_checkpoint")
-    consensus = EngineOptimizer(engine, method, transport, **options)
+    timeout = options.pop("timeout", 300.0)
+    transport, shards = replica.transports(engine.zero_optimization(), timeout)
+    consensus = EngineOptimizer(engine, method, transport, shards, **options)
     setattr(engine, _ATTRIBUTE, consensus)
     engine.step = consensus.step
     keep_checkpoints(engine, consensus)
     scale_loss(engine)
-    share_data(engine, transport)
+    share_data(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -137,19 +143,22 @@ class EngineOptimizer(ConsensusOptimizer):
         engine: Any,
         method: Method,
         transport: Transport,
+        shards: Transport | None = None,
         telemetry: Any = None,
         **options: Any,
     ) -> None:
         self._masters = Masters(engine)
+        self._masters.clear_padding()
         self._views = not engine.zero_optimization()  # ZeRO looks into the masters' memory
         if isinstance(telemetry, str):
-            telemetry = JsonLines(telemetry) if transport.rank == 0 else None
+            telemetry = JsonLines(telemetry) if dist.get_rank() == 0 else None
         inner: Any = self._masters
         super().__init__(
             inner,
             method,
             model=engine.module,
             transport=transport,
+            shards=shards,
             telemetry=telemetry,
             **options,
         )

@@ -7,6 +7,7 @@ signature, so that the two cannot drift apart. Nothing here needs DeepSpeed.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from consensus_opt import methods
+from consensus_opt.checks import whole
 from consensus_opt.methods import Method
 from consensus_opt.optimizer import ConsensusOptimizer
 
@@ -26,8 +28,11 @@ RECIPES = {
     if inspect.isfunction(function) and inspect.signature(function).return_annotation == "Method"
 }
 
-OPTIONS = ("total_steps", "timeout", "broadcast", "telemetry")
-"""Arguments of ConsensusOptimizer that the block takes beside those of the recipe."""
+OPTIONS = ("replica_size", "total_steps", "timeout", "broadcast", "telemetry")
+"""What the block takes beside the arguments of the recipe."""
+
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Variables in which launchers tell how many ranks a machine has."""
 
 ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax),
@@ -38,7 +43,7 @@ ELEMENTWISE = (
 
 _COMPRESSED = re.compile("one.?bit|1.?bit|zero.?one", re.IGNORECASE)
 
-_ONE_MODEL = "each rank is a worker with a whole model of its own"
+_ONE_MODEL = "a worker's model lies on 'replica_size' ranks, as ZeRO splits it"
 _SPLIT = f"it splits a model over several ranks, and here {_ONE_MODEL}; leave it out"
 _OFFLOAD = (
     "it keeps the master weights where rounds do not reach them; leave it out, and save memory "
@@ -142,6 +147,31 @@ def engine_config(config: Mapping[str, Any], workers: int, optimizer: object) ->
     return engine
 
 
+def replica_size(config: Mapping[str, Any], given: Any, world: int) -> int:
+    """Return the number of ranks on which a worker's model lies.
+
+    By default that is a machine's ranks with ZeRO on several machines, and else one: the workers of
+    a single machine would otherwise be one worker. The ranks of a replica follow each other.
+
+    Raises:
+        TypeError: If the size is no integer.
+        ValueError: If the ranks cannot be shared out so.
+    """
+    sizes = [int(os.environ[name]) for name in LOCAL_SIZES if name in os.environ]
+    local = sizes[0] if sizes else 1
+    sharded = int(_at(config, "zero_optimization.stage") or 0) > 0
+    usual = local if sharded and local < world else 1
+    example = f'"{BLOCK}": {{"replica_size": 8, ...}}'
+    size = usual if given is None else whole(given, "'replica_size'", example)
+    if world % size:
+        raise ValueError(
+            f"'replica_size' is {size}{' (the ranks of this machine)' if given is None else ''}, "
+            f"and there are {world} ranks, which cannot be shared out so; it must divide their "
+            f"number; write {example}"
+        )
+    return size
+
+
 def check_model(model: Any, mpu: Any, mesh_param: Any) -> None:
     """Raise ``ValueError`` for a model that lies on several ranks."""
     if not isinstance(model, nn.Module):
@@ -149,7 +179,7 @@ def check_model(model: Any, mpu: Any, mesh_param: Any) -> None:
     if mpu is not None or mesh_param is not None:
         raise ValueError(
             f"mpu and mesh_param say which ranks share a model, and here {_ONE_MODEL}, for which "
-            "initialize makes the mpu; leave them out"
+            f"initialize makes the mpu; leave them out, and write the size in the {BLOCK!r} block"
         )
     if any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__):
         raise ValueError(

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from consensus_opt.hierarchy import HierarchicalTransport
+from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.optimizer import KEY, ConsensusOptimizer
 from consensus_opt.transport import Transport
 
@@ -27,13 +29,32 @@ _FOLDER = "replica_{}"
 class Replica:
     """The ``mpu`` of one worker: its data-parallel group is the ranks that hold its replica.
 
-    Here that is this rank alone. DeepSpeed looks for the ``mpu`` in a variable of the process,
-    where other engines would find it too: it is there only while calls of this engine run.
+    ZeRO shards the replica among them and never crosses it. DeepSpeed looks for the ``mpu`` in a
+    variable of the process, where other engines would find it too: it is there only while calls of
+    this engine run. Making one is a collective call.
+
+    Args:
+        size: Number of ranks of a replica; they follow each other.
     """
 
-    def __init__(self) -> None:
-        self._ranks = [dist.get_rank()]
-        self._group: Any = dist.new_group(self._ranks, use_local_synchronization=True)
+    def __init__(self, size: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        first, piece = rank - rank % size, rank % size
+        self._ranks = list(range(first, first + size))
+        self._group = _new_group(self._ranks)
+        self._alone = self._group if size == 1 else _new_group([rank])
+        self._across = _new_group(list(range(piece, world, size)))
+
+    def transports(self, sharded: bool, timeout: float) -> tuple[Transport, Transport | None]:
+        """Return the way to the other replicas, and to the other pieces of this one if sharded.
+
+        A replica of which every rank holds all is a node whose ranks share the messages.
+        """
+        across = TorchTransport(self._across, timeout)
+        if len(self._ranks) == 1:
+            return across, None
+        inside = TorchTransport(self._group, timeout)
+        return (across, inside) if sharded else (HierarchicalTransport(inside, across), None)
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
@@ -69,7 +90,7 @@ class Replica:
         return len(self._ranks)
 
     def get_model_parallel_group(self) -> Any:
-        return self._group
+        return self._alone
 
     def get_model_parallel_rank(self) -> int:
         return 0
@@ -128,6 +149,27 @@ class Masters:
         """Load nothing."""
 
     @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Set to zero what lies after the last value of a parameter on the last rank of stage 3.
+
+        It is whatever was in memory, and would be in norms and distances.
+        """
+        optimizer = self.engine.optimizer
+        if not self._is_stage_3():
+            return
+        rank = dist.get_rank(optimizer.dp_process_group)
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for weights, flat in groups:
+            end = 0
+            for weight in weights:
+                size = weight.ds_tensor.numel()
+                held = min(size, max(0, weight.ds_numel - rank * size))
+                flat[end + held : end + size].zero_()
+                weight.ds_tensor.data.view(-1)[held:].zero_()
+                end += size
+            flat[end:].zero_()
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """Make the weights that the model computes with from the masters."""
         optimizer = self.engine.optimizer
@@ -175,8 +217,12 @@ def scale_loss(engine: Any) -> None:
     engine.backward = scaled
 
 
-def share_data(engine: Any, transport: Transport) -> None:
-    """Let ``deepspeed_io`` give this worker its share; with this ``mpu`` it would give it all."""
+def _new_group(ranks: list[int]) -> Any:
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def share_data(engine: Any) -> None:
+    """Let ``deepspeed_io`` give this rank its share; with this ``mpu`` it would be a replica's."""
     make = engine.deepspeed_io
 
     @functools.wraps(make)
@@ -185,8 +231,8 @@ def share_data(engine: Any, transport: Transport) -> None:
         if given.arguments.get("data_sampler") is None:
             given.arguments["data_sampler"] = DistributedSampler(
                 given.arguments["dataset"],
-                num_replicas=transport.size,
-                rank=transport.rank,
+                num_replicas=dist.get_world_size(),
+                rank=dist.get_rank(),
                 shuffle=given.arguments.get("route", "train") == "train",
             )
         return make(*given.args, **given.kwargs)
@@ -210,7 +256,7 @@ def _save(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    """Save ``save_dir/replica_RANK/TAG``: workers differ between rounds, so each saves its own."""
+    """Save ``save_dir/replica_M/TAG``: workers differ between rounds, so each saves its own."""
     client_state = client_state or {}
     if KEY in client_state:
         raise ValueError(
