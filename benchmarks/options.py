@@ -39,9 +39,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.engine = "deepspeed"
         config = json.loads(Path(options.deepspeed_config).read_text())
         options.method = config["consensus"]["method"]
+        if options.checkpoint:
+            parser.error("--checkpoint is not for a DeepSpeed engine, which has save_checkpoint()")
         return options
     if options.engine == "deepspeed" and options.method != "sync":
         parser.error("--engine deepspeed needs --deepspeed-config FILE, which holds the method")
+    if options.checkpoint and options.method == "sync":
+        parser.error("--checkpoint holds states of workers; write a --method other than sync")
     try:
         recipe(options, steps=1)
     except ValueError as error:
@@ -119,6 +123,9 @@ def _training(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--out", default="runs/train", help="folder of the results")
+    group.add_argument(
+        "--checkpoint", help="folder of states: save one after each epoch, resume from the latest"
+    )
     group.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a worker"
     )

@@ -86,9 +86,15 @@ def sync_bytes(parameters: int, size: int, steps: int) -> int:
     return 2 * (size - 1) * 4 * parameters // size * steps
 
 
-def prepare(out: Path, first: bool) -> Path:
-    """The folder of a run, which the first worker makes and clears of an earlier run's files."""
-    if first:
+def prepare(out: Path, first: bool, done: int = 0) -> Path:
+    """The folder of a run, which the first worker makes and clears of an earlier run's files.
+
+    Of a run that goes on after ``done`` epochs, their lines of the metrics stay.
+    """
+    if first and done and (out / METRICS).exists():
+        kept = [line for line in read_metrics(out) if line["epoch"] <= done]
+        (out / METRICS).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    elif first:
         out.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, ROUNDS, RESULT, REPORT):
             (out / name).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
@@ -32,6 +32,7 @@ from benchmarks.evaluate import quality, traffic
 from benchmarks.launch import Worker, distribute, launch
 from benchmarks.models import build
 from benchmarks.options import parse
+from consensus_opt import checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(options: Namespace, worker: Worker) -> None:
     """Train one model on all workers, measure it after each epoch, and write it all down."""
     begun = time.perf_counter()
-    out = record.prepare(Path(options.out), worker.first)
     split = load(options.data, options.data_dir, limit=options.limit, downsample=options.downsample)
     split = split.to(worker.device)
     torch.manual_seed(options.seed)
@@ -58,11 +58,15 @@ def train(options: Namespace, worker: Worker) -> None:
         weight_decay=options.weight_decay,
     )
     network, optimizer = distribute(model, inner, options, worker, steps)
-    scheduler = LambdaLR(optimizer, lr_factor(options.lr_schedule, options.warmup, steps))
+    before = resume(options.checkpoint, model, optimizer)
+    out = record.prepare(Path(options.out), worker.first, before)
+    first_step = before * steps // options.epochs
+    scheduler = go_on(optimizer, lr_factor(options.lr_schedule, options.warmup, steps), first_step)
 
     seconds = 0.0
-    with tqdm(total=steps, desc=options.method, disable=None if worker.first else True) as bar:
-        for epoch in range(1, options.epochs + 1):
+    quiet = None if worker.first else True
+    with tqdm(total=steps, initial=first_step, desc=options.method, disable=quiet) as bar:
+        for epoch in range(before + 1, options.epochs + 1):
             mine = shard(split, options, worker, epoch)
             started = time.perf_counter()
             loss = one_epoch(network, optimizer, scheduler, mine, bar)
@@ -79,9 +83,11 @@ def train(options: Namespace, worker: Worker) -> None:
             bar.set_postfix_str(f"loss {done.train_loss:.3f}, accuracy {done.test_accuracy:.1%}")
             if worker.first:
                 record.append(out, done)
+            if options.checkpoint:
+                checkpoint.save(options.checkpoint, model, optimizer, extra={"epoch": epoch})
             if not math.isfinite(done.train_loss):
                 break
-    if worker.first:
+    if worker.first and before < options.epochs:
         result = record.result(
             done,
             options,
@@ -92,6 +98,31 @@ def train(options: Namespace, worker: Worker) -> None:
             seconds=time.perf_counter() - begun,
         )
         finish(out, result)
+
+
+def resume(folder: str | None, model: nn.Module, optimizer: Any) -> int:
+    """Load the latest state, if there is one on all workers; returns the epochs that it has seen.
+
+    After a restart with another number of workers all start from the mean model.
+    """
+    if folder is None:
+        return 0
+    latest = checkpoint.latest(folder)
+    steps = optimizer.transport.gather(torch.tensor([-1 if latest is None else latest]))
+    if int(steps.min()) < 0:
+        return 0
+    return int(checkpoint.load(folder, model, optimizer)["epoch"])
+
+
+def go_on(optimizer: Any, factor: Callable[[int], float], step: int) -> LRScheduler:
+    """A schedule of the learning rate, ``step`` steps after its start."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("initial_lr", group["lr"])
+    scheduler = LambdaLR(optimizer, factor)
+    scheduler.last_epoch = step
+    for group, base in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = base * factor(step)
+    return scheduler
 
 
 def one_epoch(

@@ -7,6 +7,7 @@ and a roll call through the store tells who did not answer.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,18 +58,18 @@ class TorchTransport(PointToPoint):
         self.chunk_bytes, self.timeout = chunk_bytes, timeout
         self.group = group or dist.group.WORLD
         backend = dist.get_backend_config(group)
-        self._group: Any = dist.new_group(
-            dist.get_process_group_ranks(self.group),
-            timeout=timedelta(seconds=timeout),
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        with _fresh_store() as store:
+            self._group: Any = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=timedelta(seconds=timeout),
+                backend=backend,
+                use_local_synchronization=True,
+            )
         self.started: WeakSet[_Work] = WeakSet()
         self._ranks: list[int] = dist.get_process_group_ranks(self._group)
         self.rank, self.size = dist.get_rank(self._group), len(self._ranks)
         self._averages = "gloo" not in backend  # gloo has no ReduceOp.AVG
         self.device = torch.device("cuda" if self._averages else "cpu")
-        store = distributed_c10d._get_default_store()
         own = distributed_c10d.PrefixStore(f"consensus_opt/{self._group.group_name}", store)
         self._roll_call = RollCall(own, self.rank, self.size, timeout)
 
@@ -168,6 +169,25 @@ class TorchTransport(PointToPoint):
 
     def __repr__(self) -> str:
         return f"TorchTransport(rank {self.rank} of {self.size})"
+
+
+@contextmanager
+def _fresh_store() -> Iterator[Any]:
+    """Let new groups meet in a part of the default store that is this attempt's own.
+
+    torchrun keeps the store when it restarts workers (``--max-restarts``), and in it the addresses
+    and the roll calls of processes that are gone, under the names that groups have again.
+    """
+    groups: Any = distributed_c10d._world.pg_map
+    default = dist.group.WORLD
+    backend, store = groups[default]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    fresh = distributed_c10d.PrefixStore(f"consensus_opt/attempt {attempt}", store)
+    groups[default] = backend, fresh
+    try:
+        yield fresh
+    finally:
+        groups[default] = backend, store
 
 
 class _Work:
