@@ -91,7 +91,8 @@ class QuadraticSync:
     def next_round(self, step: int, lr: float, total: int | None) -> int:
         """Return the end of a period that the learning rate sets."""
         longest = 2**31
-        growth = (self.coefficient / lr) ** 2 if lr > 0 else longest
-        period = max(self.min_period, math.floor(min(growth, longest)))
+        # Cut before it is squared, which can exceed what a float holds.
+        growth = min(self.coefficient / lr, longest**0.5) ** 2 if lr > 0 else longest
+        period = max(self.min_period, math.floor(growth))
         end = step + period
         return min(end, total) if total is not None and step < total else end
