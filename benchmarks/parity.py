@@ -5,7 +5,8 @@
 Each launcher trains with each method from the same seeds on the same images, and so do stacked
 workers in one process, to which all others are compared. Gossip adds the same terms in the same
 order everywhere, and must give identical bits. Where all workers average, each engine sums in its
-own order, and the parameters may differ by rounding: by 1e-6 of the largest of them. The exit
+own order, and the parameters may differ by rounding: by 1e-6 of the largest of them. A controlled
+run must make the same exchanges in each round, on all ranks and under all launchers. The exit
 status is 1 where a method does worse.
 """
 
@@ -27,6 +28,7 @@ from benchmarks import data, launchers
 from benchmarks.parity_worker import METHODS, stacked
 
 ROUNDING = 1e-6
+REASONS = 1e-4
 ENGINES = {
     "torchrun": "torch",
     "mpirun": "mpi",
@@ -54,8 +56,21 @@ class Difference:
     allowed: bool
 
 
-def run(kind: str, n: int, steps: int, timeout: float = 240.0) -> dict[str, Tensor]:
-    """Train under a launcher; returns the parameters of all workers, (n, P), by method.
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What n workers ended with.
+
+    Attributes:
+        parameters: of all workers, (n, P).
+        decisions: step, exchanges, distance and target of each round, (n, rounds, 4).
+    """
+
+    parameters: Tensor
+    decisions: Tensor
+
+
+def run(kind: str, n: int, steps: int, timeout: float = 240.0) -> dict[str, Trained]:
+    """Train under a launcher, with each method.
 
     Raises:
         LaunchError: the launcher failed, or was not done in time.
@@ -68,37 +83,56 @@ def run(kind: str, n: int, steps: int, timeout: float = 240.0) -> dict[str, Tens
                 f"{kind} ended with status {ended.status}:\n{ended.output[-6000:]}"
             )
         ranks = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(n)]
-    return {name: torch.stack([rank[name] for rank in ranks]) for name in METHODS}
+    return {
+        name: Trained(*(torch.stack(each) for each in zip(*(r[name] for r in ranks), strict=True)))
+        for name in METHODS
+    }
 
 
-def reference(n: int, steps: int) -> dict[str, Tensor]:
+def reference(n: int, steps: int) -> dict[str, Trained]:
     """The same of stacked workers, on one thread as the workers: the bits depend on it."""
     split, threads = data.load("digits"), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return {name: stacked(block, split, n, steps) for name, block in METHODS.items()}
+        ended = {name: stacked(block, split, n, steps) for name, block in METHODS.items()}
     finally:
         torch.set_num_threads(threads)
+    return {name: Trained(rows, log.repeat(n, 1, 1)) for name, (rows, log) in ended.items()}
 
 
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Difference]:
+def compare(found: dict[str, Trained], expected: dict[str, Trained]) -> dict[str, Difference]:
     """How far two trainings are apart, by method."""
     return {name: _difference(name, found[name], expected[name]) for name in expected}
 
 
-def _difference(name: str, found: Tensor, expected: Tensor) -> Difference:
-    largest = (found - expected).abs().max().item()
-    relative = largest / expected.abs().max().item()
-    same_bits = torch.equal(found, expected)
-    gossip = METHODS[name]["method"] == "gossip_sgd"
-    return Difference(largest, relative, same_bits, same_bits if gossip else relative <= ROUNDING)
+def _difference(name: str, found: Trained, expected: Trained) -> Difference:
+    largest = (found.parameters - expected.parameters).abs().max().item()
+    relative = largest / expected.parameters.abs().max().item()
+    same_bits = torch.equal(found.parameters, expected.parameters)
+    if METHODS[name]["method"] in ("gossip_sgd", "consensus_control"):
+        allowed = same_bits and decided_alike(found, expected)
+    else:
+        allowed = relative <= ROUNDING
+    return Difference(largest, relative, same_bits, allowed)
+
+
+def decided_alike(found: Trained, expected: Trained) -> bool:
+    """Whether all ranks made the same exchanges, for the same reasons but for rounding.
+
+    The sums behind a distance and a target are taken in fp32, and by each engine in its own order.
+    """
+    together, others = found.decisions, expected.decisions
+    if together.shape != others.shape or not torch.equal(together[..., :2], others[..., :2]):
+        return False
+    return torch.allclose(together, others, rtol=REASONS, atol=1e-9, equal_nan=True)
 
 
 def show(differences: dict[str, dict[str, Difference]], n: int, steps: int) -> None:
     """Print a table: a line for each launcher, a column for each method."""
     table = Table(
         title=f"Largest difference of a parameter from {n} stacked workers after {steps} steps",
-        caption=f"gossip: the same bits; others: at most {ROUNDING:g} of the largest parameter",
+        caption=f"gossip: the same bits, and control the same exchanges; others: at most "
+        f"{ROUNDING:g} of the largest parameter",
     )
     table.add_column("launcher")
     for name in METHODS:

@@ -9,6 +9,7 @@ Everything but the engine is fixed: digits, an MLP, the order of the images by r
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -23,7 +24,13 @@ import consensus_opt
 from benchmarks import data
 from benchmarks.launch import ENGINES, Worker, launch
 from benchmarks.models import build
-from consensus_opt import ConsensusOptimizer, Method, StackedTransport
+from consensus_opt import (
+    ConsensusOptimizer,
+    GradientNorm,
+    Method,
+    RoundRecord,
+    StackedTransport,
+)
 
 Recipe = dict[str, Any]
 
@@ -32,6 +39,13 @@ METHODS: dict[str, Recipe] = {
     "ring gossip": {"method": "gossip_sgd", "topology": "ring"},
     "one-peer gossip": {"method": "gossip_sgd", "topology": "one_peer_exponential"},
     "dppf": {"method": "dppf", "alpha": 0.1, "lam": 0.5, "period": 4},
+    "control": {
+        "method": "consensus_control",
+        "topology": "ring",
+        "target": GradientNorm(0.04),
+        "during": (0.0, 0.75),
+        "at_least": 0.1,
+    },
 }
 """By name, as the "consensus" block of a DeepSpeed configuration."""
 
@@ -73,44 +87,69 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def train(block: Recipe, split: data.Split, worker: Worker, steps: int) -> Tensor:
-    """Train on this worker's batches; returns its parameters after the last step."""
-    model = model_of(split)
-    network, optimizer = _wrap(model, block, worker, steps)
+class Log:
+    """A telemetry sink that keeps what was decided in each round."""
+
+    def __init__(self) -> None:
+        self._rounds: list[tuple[float, ...]] = []
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Keep one round."""
+        known = (record.distance, record.target)
+        numbers = (math.nan if number is None else number for number in known)
+        self._rounds.append((record.step, record.exchanges, *numbers))
+
+    def table(self) -> Tensor:
+        """Step, exchanges, distance and target of each round, (rounds, 4); NaN where unknown."""
+        return torch.tensor(self._rounds, dtype=torch.float64)
+
+
+def train(block: Recipe, split: data.Split, worker: Worker, steps: int) -> tuple[Tensor, Tensor]:
+    """Train on this worker's batches; returns its parameters after the last step, and its log."""
+    model, log = model_of(split), Log()
+    network, optimizer = _wrap(model, block, worker, steps, log)
     for images, labels in batches(split, worker.rank, worker.size, steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(network(images), labels)
         network.backward(loss) if hasattr(network, "backward") else loss.backward()
         optimizer.step()
-    return flat(model)
+    return flat(model), log.table()
 
 
-def _wrap(model: nn.Module, block: Recipe, worker: Worker, steps: int) -> tuple[Any, Any]:
+def _wrap(model: nn.Module, block: Recipe, worker: Worker, steps: int, log: Log) -> tuple[Any, Any]:
     if worker.engine != "deepspeed":
-        method, transport = recipe(block), worker.transport
-        inner = sgd(model.parameters())
-        return model, ConsensusOptimizer(inner, method, transport=transport, total_steps=steps)
+        return model, ConsensusOptimizer(
+            sgd(model.parameters()),
+            recipe(block),
+            transport=worker.transport,
+            total_steps=steps,
+            telemetry=log,
+        )
     from consensus_opt.integrations import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 0.0,  # DeepSpeed clips at norm 1 by default
-        "consensus": {**block, "total_steps": steps},
+        "consensus": {**block, "total_steps": steps, "telemetry": log},
     }
     engine = deepspeed.initialize(model=model, optimizer=sgd(model.parameters()), config=config)[0]
     return engine, engine
 
 
-def stacked(block: Recipe, split: data.Split, n: int, steps: int) -> Tensor:
-    """Train n workers as the rows of one tensor; returns their parameters, (n, P).
+def stacked(block: Recipe, split: data.Split, n: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Train n workers as the rows of one tensor; returns their parameters, (n, P), and their log.
 
     Each worker's gradient is computed from a copy of its parameters, which begins where a process's
     own would: the bits of a matrix product depend on the place of its factors in memory.
     """
-    model = model_of(split)
+    model, log = model_of(split), Log()
     rows = nn.Parameter(flat(model).repeat(n, 1))
     optimizer = ConsensusOptimizer(
-        sgd([rows]), recipe(block), transport=StackedTransport(n), total_steps=steps
+        sgd([rows]),
+        recipe(block),
+        transport=StackedTransport(n),
+        total_steps=steps,
+        telemetry=log,
     )
     names, parameters = zip(*model.named_parameters(), strict=True)
     lengths = [parameter.numel() for parameter in parameters]
@@ -124,11 +163,11 @@ def stacked(block: Recipe, split: data.Split, n: int, steps: int) -> Tensor:
             gradients.append(own.grad)
         rows.grad = torch.stack(gradients)
         optimizer.step()
-    return rows.detach()
+    return rows.detach(), log.table()
 
 
 def main() -> None:
-    """Train with every method, and leave the parameters in `--out`/RANK.pt."""
+    """Train with every method, and leave parameters and logs in `--out`/RANK.pt."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--steps", type=int, required=True)

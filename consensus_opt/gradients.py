@@ -65,10 +65,13 @@ class GradientMeter:
                 self._measure(parameter)
         squared = self._total([self._norms[id(parameter)] for parameter in present], scale)
         self._norms.clear()
-        if bool(torch.isfinite(squared).all()):
-            self._sum += squared
-            self._steps += 1
+        self._add_squared(squared)
         self.watch(parameters)
+
+    def add_norm(self, norm: float, pieces: int = 1) -> None:
+        """Take one step into account whose norm an engine tells, for all pieces of a replica."""
+        self._norms.clear()
+        self._add_squared(torch.full_like(self._sum, norm**2 / pieces))
 
     def take(self, pieces: int = 1) -> Tensor:
         """Return the sum of ``||g||^2`` and the number of steps, ``batch + (2,)``; start anew.
@@ -89,6 +92,11 @@ class GradientMeter:
         """Go on from a saved state, unless it is of another number of stacked workers."""
         if state and state["sum"].shape == self._sum.shape:
             self._sum, self._steps = state["sum"].clone(), state["steps"]
+
+    def _add_squared(self, squared: Tensor) -> None:
+        if bool(torch.isfinite(squared).all()):
+            self._sum += squared
+            self._steps += 1
 
     def _total(self, norms: Sequence[Tensor], scale: Tensor | None) -> Tensor:
         """Return the sum of squares, on the CPU, where one copy brings all norms."""

@@ -44,6 +44,7 @@ class LocalStep:
         lr: Learning rate of the step.
         gradient_scale: GradScaler's factor in the gradients at backward; None if there was none.
         remeasure: Gradients were unscaled since backward: measure them as they are.
+        gradient_norm: Norm of the replica's gradients where it is known; None to measure it.
     """
 
     parameters: Sequence[Tensor]
@@ -51,6 +52,7 @@ class LocalStep:
     lr: float = 0.0
     gradient_scale: Tensor | None = None
     remeasure: bool = False
+    gradient_norm: float | None = None
 
 
 class Meeting:

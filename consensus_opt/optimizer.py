@@ -215,7 +215,12 @@ class ConsensusOptimizer(OptimizerView, UnevenData):
             gradient_scale=scale,
             # The user's own unscale_() has changed gradients since backward, and hides the factor.
             remeasure=self._found_inf is not None and scale is None,
+            gradient_norm=self._gradient_norm(),
         )
+
+    def _gradient_norm(self) -> float | None:
+        """Return the norm of the step's gradients where the engine tells it."""
+        return None
 
     def _outlast(self) -> None:
         """Follow workers with more data until none has any."""

@@ -91,7 +91,10 @@ class Rounds(Meeting):
         if self.transport.size == 1:
             return
         if self._gradients is not None:
-            self._gradients.add(step.parameters, step.gradient_scale, step.remeasure)
+            if step.gradient_norm is None:
+                self._gradients.add(step.parameters, step.gradient_scale, step.remeasure)
+            else:
+                self._gradients.add_norm(step.gradient_norm, self.pieces)
         if self._next is None:
             self._next = self._after(self.clock - 1, step.lr)
         if self.clock >= self._next:

@@ -59,7 +59,8 @@ class GradientNorm:
 
     rho stands for ``1 / (2 sqrt(2) L)``, so that there is no learning rate in it. Gradients are
     minibatch gradients, before clipping and without weight decay, and phi^2 is an exponential
-    moving average with bias correction (decided here).
+    moving average with bias correction (decided here). Under ``GradScaler`` whose ``unscale_`` the
+    training loop calls itself, they are measured after that, and after clipping.
 
     Source: Kong et al., ICML 2021; their best value is 0.25.
 

@@ -147,7 +147,10 @@ class EngineOptimizer(ConsensusOptimizer):
         telemetry: Any = None,
         **options: Any,
     ) -> None:
-        self._masters = Masters(engine)
+        wants_norm = method.control.uses_gradients
+        if wants_norm and engine.zero_optimization():
+            _check_norm(engine)
+        self._masters = Masters(engine, wants_norm)
         self._masters.clear_padding()
         self._views = not engine.zero_optimization()  # ZeRO looks into the masters' memory
         if isinstance(telemetry, str):
@@ -168,6 +171,9 @@ class EngineOptimizer(ConsensusOptimizer):
     def step_applied(self) -> bool:
         """Whether the last step changed parameters: False after an overflow."""
         return bool(self._masters.engine.was_step_applied())
+
+    def _gradient_norm(self) -> float | None:
+        return self._masters.gradient_norm
 
     def _communicate(self, *scale: Any) -> None:
         masters = self._masters
@@ -233,3 +239,12 @@ def _config(deepspeed: Any, args: Any, config: Any) -> dict[str, Any]:
         given if isinstance(given, dict) else str(given)
     )
     return read
+
+
+def _check_norm(engine: Any) -> None:
+    if not engine._config.zero_config.compute_grad_norm:
+        raise ValueError(
+            "'zero_optimization.compute_grad_norm' is false, and the target of the distance "
+            "follows the gradients' norm; write true, or a number as the target, for example "
+            '"target": 0.5'
+        )

@@ -106,12 +106,6 @@ def consensus(config: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
     method = RECIPES[name](
         **{k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
     )
-    if method.control.uses_gradients:
-        raise ValueError(
-            f"the target of the method {name!r} follows the size of the gradients, as it does by "
-            "default, and DeepSpeed has discarded them when a round begins; write a number, for "
-            'example "target": 0.5, in units of the parameters\' norm'
-        )
     if method.state == "quasi_global":
         raise ValueError(
             "'state' is 'quasi_global', for which momentum is rewritten around each step, and "

@@ -106,10 +106,14 @@ class Masters:
         engine: The engine.
         stepped: Whether the last ``step()`` ended an accumulation of gradients.
         lr: Learning rate of that step; the engine's scheduler has moved on since.
+        gradient_norm: Norm of that step's gradients before clipping, where it is wanted; infinite
+            after an overflow.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, wants_norm: bool = False) -> None:
         self.engine, self.stepped = engine, False
+        self.gradient_norm: float | None = None
+        self._wants_norm = wants_norm
         self._step = engine.step
         self.lr = self._current_lr()
 
@@ -136,7 +140,10 @@ class Masters:
     def step(self, lr_kwargs: Any = None) -> None:
         """Take the engine's step, which may skip the update or only accumulate."""
         self.stepped, self.lr = self.steps_next, self._current_lr()
+        measured = self._wants_norm and self.stepped
+        norm_of = self._norm_before() if measured else None
         self._step(lr_kwargs)
+        self.gradient_norm = None if norm_of is None else norm_of()
 
     def zero_grad(self) -> None:
         """Do nothing: the engine clears gradients itself, where their accumulation ends."""
@@ -184,6 +191,22 @@ class Masters:
             groups = zip(optimizer.fp16_groups, optimizer.param_groups, strict=True)
             for weights, group in groups:
                 _copy(group["params"], weights)
+
+    def _norm_before(self) -> Callable[[], float]:
+        """Return what tells the norm of this step's gradients after the step.
+
+        ZeRO and 16-bit optimizers compute it, but the one that keeps each weight's master by itself
+        in fp16 does not take the scale out, which the step may change. A plain optimizer computes
+        none, and its gradients are cleared in the step.
+        """
+        optimizer = self.engine.optimizer
+        if not hasattr(optimizer, "_global_grad_norm"):
+            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            return lambda: norm
+        scaled = type(optimizer).__name__ == "FP16_UnfusedOptimizer"
+        scale = float(optimizer.loss_scale) if scaled else 1.0
+        return lambda: float(optimizer._global_grad_norm) / scale
 
     def _current_lr(self) -> float:
         return float(self.engine.optimizer.param_groups[0].get("lr", 0.0))

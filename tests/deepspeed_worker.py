@@ -148,6 +148,33 @@ def methods(folder: Path) -> dict[str, Any]:
     }
 
 
+PHI = {"method": "consensus_control", "topology": "ring", "during": [0.0, 1.0]}
+
+
+@check
+def gradient_targets(folder: Path) -> dict[str, Any]:
+    kinds = {
+        f"{stage}-{dtype}": targets(stage, dtype, 0.0) for stage, dtype in [*RESUMED, (0, "fp16")]
+    }
+    return kinds | {"clipped": [targets(stage, "fp32", 0.01)[0] for stage in (0, 2)]}
+
+
+def targets(stage: int, dtype: str, clipping: float) -> list[float | None]:
+    records: list[Any] = []
+    block = {**PHI, "telemetry": records.append}
+    train(make(stage, dtype, consensus=block, gradient_clipping=clipping), range(STEPS))
+    return [record.target for record in records]
+
+
+@check
+def no_norm(folder: Path) -> str:
+    try:
+        make(1, consensus=PHI, zero={"compute_grad_norm": False})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @check
 def quadratic_sync(folder: Path) -> dict[str, Any]:
     """Periods that follow a falling learning rate, and a record of each round in a file."""

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from consensus_opt import (
     ConsensusOptimizer,
     Method,
+    RoundRecord,
     StackedTransport,
     consensus_control,
     dppf,
@@ -76,7 +77,7 @@ AT_FOUR = [
     *("trajectories", "accumulates_bf16_in_fp32", "methods", "quadratic_sync", "r143", "r144"),
     *("r146", "saves", "r148", "plain_checkpoint", "r150", "r151", "r154", "r155"),
     *("ways_to_an_optimizer", "clips", "shares_data", "partly_trained", "two_engines"),
-    *("inside_averaged", "other_models"),
+    *("inside_averaged", "other_models", "gradient_targets", "no_norm"),
 ]
 Reports = list[dict[str, Any]]
 
@@ -129,6 +130,7 @@ def stacked(
     total: int | None = STEPS,
     clip: float | None = None,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    telemetry: Any = None,
 ) -> list[Tensor]:
     """The masters of n workers after each step, without DeepSpeed."""
     model = mlp().to(DTYPES[dtype])
@@ -139,6 +141,7 @@ def stacked(
         method,
         transport=StackedTransport(n),
         total_steps=total,
+        telemetry=telemetry,
     )
     scheduler = schedule(optimizer) if schedule is not None else None
     path = []
@@ -255,6 +258,27 @@ def test_periods_follow_the_schedulers_learning_rate_and_rounds_are_recorded(
     expected = stacked(4, method, steps=12, total=None, schedule=schedule)[-1]
     assert four[0]["quadratic_sync"]["steps"] == steps
     close(rows(four, "quadratic_sync", "weights"), expected)
+
+
+@engine
+@pytest.mark.parametrize("kind", [*RESUMED, "0-fp16"])
+def test_the_gradient_target_follows_the_norms_before_clipping(four: Reports, kind: str) -> None:
+    records: list[RoundRecord] = []
+    stacked(4, consensus_control("ring", during=(0.0, 1.0)), kind[2:], telemetry=records.append)
+    expected = [record.target for record in records]
+    tolerance = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005}[kind[2:]]
+    for report in four:
+        found = report["gradient_targets"]
+        assert found[kind] == pytest.approx(expected, rel=tolerance)
+        if kind == "0-fp32":
+            assert found["clipped"] == pytest.approx([expected[0]] * 2, rel=tolerance)
+
+
+@engine
+def test_a_gradient_target_without_the_norm_is_refused(four: Reports) -> None:
+    for report in four:
+        assert "compute_grad_norm' is false" in report["no_norm"]
+        assert "write true, or a number as the target" in report["no_norm"]
 
 
 @engine
@@ -524,7 +548,10 @@ def test_the_block_takes_the_arguments_of_each_recipe() -> None:
         ({"method": "adam"}, "gossip_sgd"),
         ({"method": "local_sgd"}, "lacks 'period'; it takes method, period"),
         ({"method": "local_sgd", "period": 4, "alpha": 1}, "unknown key 'alpha'; it takes method"),
-        ({"method": "consensus_control", "topology": "ring"}, '"target": 0.5'),
+        (
+            {"method": "gossip_sgd", "topology": "ring", "state": "quasi_global"},
+            '"state": "average"',
+        ),
         ({"method": "local_sgd", "period": 0}, "period"),
     ],
 )
