@@ -2,11 +2,11 @@
 
     python -m benchmarks.meters --json runs/meters.json
 
-Accuracy: for numbers of workers, sizes of the sketch and structures of the differences, the error
-over many seeds (root mean square, and the largest) beside the standard error that the sketch itself
-reports, all relative to the exact distance in fp64. Cost: a measurement beside a ring exchange of
-ResNet-50's parameters, interleaved in the same processes; each figure is the median over the
-repetitions of the slowest rank's time.
+Accuracy: for numbers of workers, sizes of the sketch (the last one looks at an eighth of the
+parameters) and structures of the differences, the error over many measurements (root mean square,
+and the largest) beside the standard error that the sketch itself reports, all relative to the exact
+distance in fp64. Cost: a measurement beside a ring exchange of ResNet-50's parameters, interleaved
+in the same processes; each figure is the median over the repetitions of the slowest rank's time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from consensus_opt import Sketch, StackedTransport
 from consensus_opt.integrations.torch_distributed import TorchTransport
 from consensus_opt.topology import topology
 
-SIZES = (128, 512, 2048)
+SKETCHES = (Sketch(128), Sketch(512), Sketch(2048), Sketch(512, fraction=1 / 8))
 
 
 def spread(n: int, width: int, generator: torch.Generator) -> Tensor:
@@ -88,17 +88,17 @@ def accuracy(workers: list[int], width: int, seeds: int) -> list[dict[str, Any]]
         for name, structure in STRUCTURES.items():
             vectors = structure(n, width, torch.Generator().manual_seed(n))
             truth = exact(vectors)
-            for values in SIZES:
+            for sketch in SKETCHES:
                 found = [
-                    Sketch(values, seed).measure([vectors], StackedTransport(n))
-                    for seed in range(seeds)
+                    sketch.measure([vectors], StackedTransport(n), turn) for turn in range(seeds)
                 ]
                 errors = [abs(distance.value / truth - 1) for distance in found]
                 rows.append(
                     {
                         "workers": n,
                         "structure": name,
-                        "values": values,
+                        "values": sketch.values,
+                        "fraction": sketch.fraction,
                         "error": math.sqrt(statistics.fmean(e**2 for e in errors)),
                         "largest": max(errors),
                         "own": math.sqrt(statistics.fmean(d.error**2 for d in found)),
@@ -122,8 +122,10 @@ def cost(repetitions: int) -> dict[str, Any]:
     mixing = topology("ring").mixing(transport.size)
     exchange = partial(transport.exchange, flat, mixing)
     runs: dict[str, Callable[[], Any]] = {"ring exchange": exchange}
-    for size in SIZES:
-        runs[f"sketch of {size}"] = partial(Sketch(size).measure, [flat], transport)
+    for sketch in SKETCHES:
+        runs[f"sketch of {_name(sketch.values, sketch.fraction)}"] = partial(
+            sketch.measure, [flat], transport
+        )
     sent = {name: _bytes_of(run, transport) for name, run in runs.items()}  # and warms up
     seconds = medians(transport, runs, repetitions)
     return {
@@ -134,6 +136,10 @@ def cost(repetitions: int) -> dict[str, Any]:
         }
         for name in runs
     }
+
+
+def _name(values: int, fraction: float) -> str:
+    return f"{values}" if fraction == 1 else f"{values}, 1/{round(1 / fraction)}"
 
 
 def _bytes_of(run: Callable[[], Any], transport: TorchTransport) -> int:
@@ -151,7 +157,8 @@ def show(results: dict[str, Any]) -> None:
     for row in results["accuracy"]:
         percents = [f"{100 * row[key]:.2f}%" for key in ("error", "own", "largest")]
         covered = f"{100 * row['covered']:.0f}%"
-        table.add_row(str(row["workers"]), row["structure"], str(row["values"]), *percents, covered)
+        name = _name(row["values"], row["fraction"])
+        table.add_row(str(row["workers"]), row["structure"], name, *percents, covered)
     Console().print(table)
     for ranks, rows in results["cost"].items():
         table = Table(title=f"Time beside ResNet-50's 25.6 M parameters, {ranks} ranks, gloo")

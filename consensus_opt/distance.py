@@ -29,6 +29,7 @@ from consensus_opt.transport import SoloTransport, Transport, arithmetic_dtype, 
 
 _FOLD = 1 << 20
 _SPAN = 256
+_BLOCK = 512
 _STARTS = 1 << 16
 _BETWEEN_PIECES = 0x9E3779B9
 """Odd and of 32 bits, which are all that torch takes of a seed."""
@@ -79,14 +80,19 @@ class Sketch:
     Args:
         values: K. A rank sends ``8 K`` bytes to each other, in a small all-gather.
         seed: Of the signs; the same on all ranks.
+        fraction: Part of the parameters that is looked at, 1, 1/2, ..., 1/64: of so many
+            neighbouring blocks of 512, one at random, anew each time. The estimate stays unbiased;
+            its own error does not count what differences that are few and far between add.
 
     Raises:
         TypeError: If ``values`` or ``seed`` is no integer.
-        ValueError: If ``values`` is not a power of two from 16 to 65,536, or the seed is negative.
+        ValueError: If ``values`` is not a power of two from 16 to 65,536, the seed is negative, or
+            the fraction is another one.
     """
 
     values: int = 512
     seed: int = 0
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         example = "Sketch(values=512)"
@@ -96,6 +102,11 @@ class Sketch:
             raise ValueError(
                 f"a sketch has {self.values!r} values; it must be a power of two from 16 to 65536; "
                 f"write {example}"
+            )
+        if self.fraction not in {0.5**k for k in range(7)}:
+            raise ValueError(
+                f"a sketch looks at the fraction {self.fraction!r} of the parameters; it must be 1 "
+                "or a half of it, halved up to five times; write Sketch(fraction=1/8)"
             )
 
     def measure(
@@ -144,15 +155,27 @@ class Sketch:
         for flat in (flat for flat in flats if flat.numel()):
             rows = flat.reshape(-1, flat.shape[-1])
             start = int(torch.randint(_STARTS, (), generator=generator))
-            turns = _random_signs(-(-rows.shape[-1] // _SPAN), generator)
             signs = _signs(self.seed, flat.device, arithmetic_dtype(flat.dtype))[start:]
-            turns = turns.to(signs).unsqueeze(-1)
-            folded = [self._fold(row, signs, turns) for row in rows]
+            chosen = self._choose(rows.shape[-1], generator).to(flat.device)
+            left = rows.shape[-1] - len(chosen) * _BLOCK * (self._every - 1)
+            turns = _random_signs(-(-left // _SPAN), generator).to(signs).unsqueeze(-1)
+            turns[: len(chosen) * (_BLOCK // _SPAN)] *= math.sqrt(self._every)
+            folded = [self._fold(_sample(row, chosen, self._every), signs, turns) for row in rows]
             folds += torch.stack(folded).to(folds)
         return folds.reshape(*batch, self.values)
 
     def _nothing(self, transport: Transport) -> Tensor:
         return torch.zeros(*transport.batch, self.values, dtype=torch.float64)
+
+    @property
+    def _every(self) -> int:
+        return round(1 / self.fraction)
+
+    def _choose(self, width: int, generator: torch.Generator) -> Tensor:
+        """Return the number of one block of each group; the rest of the vector has no group."""
+        groups = width // (_BLOCK * self._every) if self.fraction < 1 else 0
+        within = torch.randint(self._every, (groups,), generator=generator)
+        return torch.arange(groups) * self._every + within
 
     def _fold(self, vector: Tensor, signs: Tensor, turns: Tensor) -> Tensor:
         """Fold one vector onto K values.
@@ -171,6 +194,18 @@ class Sketch:
             places.view(-1, _SPAN)[:count].addcmul_(spans.to(places.dtype), own_turns)
             places[count * _SPAN : len(part)].add_(rest)
         return places.mul_(signs[: len(places)]).view(-1, self.values).sum(0)
+
+
+def _sample(vector: Tensor, chosen: Tensor, every: int) -> Tensor:
+    """Return the chosen blocks of a vector and what belongs to no group."""
+    if not len(chosen):
+        return vector
+    grouped = len(chosen) * every * _BLOCK
+    blocks, rest = vector[:grouped].reshape(-1, _BLOCK), vector[grouped:]
+    sample = vector.new_empty(len(chosen) * _BLOCK + len(rest))
+    torch.index_select(blocks, 0, chosen, out=sample[: len(chosen) * _BLOCK].view(-1, _BLOCK))
+    sample[len(chosen) * _BLOCK :] = rest
+    return sample
 
 
 def bound(theta: float, spectrum: Spectrum) -> tuple[float, float]:

@@ -170,6 +170,51 @@ def test_workers_that_are_equal_are_at_no_distance() -> None:
     assert measure(torch.zeros(8, 100)) == Distance(0.0, 0.0, "sketch")
 
 
+# ------------------------------------------------------------------ a part of the parameters
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("fraction", [1 / 2, 1 / 8, 1 / 64])
+def test_the_square_of_a_part_is_unbiased_too(structure: str, fraction: float) -> None:
+    rows = STRUCTURES[structure](4, WIDTH)
+    truth = exact(rows) ** 2
+    sketch = Sketch(512, fraction=fraction)
+    squares = [
+        sketch.measure([rows], StackedTransport(4), turn).value ** 2 / truth for turn in range(60)
+    ]
+    deviation = np.std(squares, ddof=1)
+    assert abs(np.mean(squares) - 1) < 4 * max(deviation, 0.01) / math.sqrt(60)
+
+
+def test_differences_all_over_a_model_are_told_from_a_part_of_it() -> None:
+    rows = spread(4, 1_000_000)
+    measured = Sketch(512, fraction=1 / 8).measure([rows], StackedTransport(4))
+    assert abs(measured.value / exact(rows) - 1) < 4 * measured.error < 0.2
+
+
+def test_a_part_weighs_each_of_its_values_by_how_many_it_stands_for() -> None:
+    width = 8 * 512 + 100
+
+    def weight(place: int) -> float:
+        one = torch.zeros(width)
+        one[place] = 1.0
+        return float(Sketch(16, fraction=1 / 8).project([one]).abs().sum())
+
+    # What is in no group of blocks is always looked at.
+    assert [weight(place) for place in (width - 100, width - 1)] == [1.0, 1.0]
+    for within in (0, 255, 256, 511):
+        weights = [weight(512 * block + within) for block in range(8)]
+        assert sorted(weights) == pytest.approx([0.0] * 7 + [math.sqrt(8)])
+
+
+def test_other_parts_are_looked_at_each_time_and_small_models_as_a_whole() -> None:
+    vector = random_rows(1, 64 * 512)[0]
+    sketch, whole = Sketch(16, fraction=1 / 4), Sketch(16)
+    assert len({tuple(sketch.project([vector], turn).tolist()) for turn in range(5)}) == 5
+    small = vector[: 4 * 512 - 1]
+    assert same(sketch.project([small]), whole.project([small]))
+
+
 # ------------------------------------------------------------------ dtypes, buffers, bytes
 
 
@@ -330,6 +375,12 @@ def test_sizes_that_are_no_power_of_two_in_range_are_refused(values: int) -> Non
 def test_what_is_no_integer_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"write Sketch\("):
         Sketch(**options)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 2.0, -0.5, 1 / 128])
+def test_other_fractions_are_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"fraction .* must be 1 or .*write Sketch\(fraction=1/8"):
+        Sketch(fraction=fraction)
 
 
 def test_a_negative_seed_is_refused() -> None:
