@@ -4,7 +4,8 @@
 
 Simulated workers train one model by sync SGD, over a ring with a fixed number of exchanges, and
 over a ring whose exchanges are controlled. Runs that the JSON file already holds are not repeated,
-so that an interrupted or extended measurement goes on where it was; the figure lies beside it.
+so that an interrupted or extended measurement goes on where it was; `--kept` shows all that it
+holds. The figure lies beside it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
     done = read(options.json)
-    asked = wanted(options)
+    asked = list(done) if options.kept else wanted(options)
     for ready in waves(asked):
         missing = [key for key in ready if key not in done]
         for number, result in enumerate(run(missing, done, options.jobs), start=1):
@@ -138,6 +139,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--runs", nargs="+", choices=list(RULES), default=list(RULES), metavar="NAME", help="rules")
     add("--epochs", type=positive_int, help="passes over the data, if not those of the task")
     add("--lr", type=positive, help="highest learning rate, if not that of the task")
+    add("--kept", action="store_true", help="show all that the file holds, and make no run")
     add("--jobs", type=positive_int, default=1, help="runs at a time, each on one core")
     return parser.parse_args(arguments)
 

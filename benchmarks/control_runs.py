@@ -29,6 +29,7 @@ from benchmarks.oracle import Oracle, WatchedGossip
 from benchmarks.train import lr_factor
 from consensus_opt.averaging import Gossip
 from consensus_opt.control import KeepBelow
+from consensus_opt.distance import Sketch
 from consensus_opt.methods import Method, consensus_control, gossip_sgd, local_sgd
 from consensus_opt.simulation import Simulation
 from consensus_opt.targets import GradientNorm, OfReference, Recorder
@@ -97,6 +98,10 @@ RULES: dict[str, Rule] = {
     **{f"Xi_max/{part}, first half": _fraction(part, FIRST_HALF) for part in (2, 4, 8)},
     **{f"Xi_max/{part}, always": _fraction(part, ALWAYS) for part in (2, 4, 8)},
     **{f"{rho:g} phi": _same(control(GradientNorm(rho))) for rho in (0.125, 0.2, 0.25, 0.5, 1.0)},
+    **{
+        f"{rho:g} phi, exact": _same(control(GradientNorm(rho), meter=Sketch(65_536)))
+        for rho in (0.25, 0.5)
+    },
     "0.25 phi, plain": _same(control(GradientNorm(0.25), accelerated=False)),
     **{f"{rho:g} phi, then above": _band(rho) for rho in (0.2, 0.25)},
 }
