@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from benchmarks.recipes import recipe
 from benchmarks.record import ROUNDS
+from benchmarks.sharding import fully_sharded, nodes
 from consensus_opt import ConsensusOptimizer, JsonLines
 from consensus_opt.integrations.environment import place
 from consensus_opt.transport import SoloTransport, Transport
@@ -126,13 +127,15 @@ def distribute(
     method = recipe(options, steps)
     if method is None:
         return _average_gradients(model, optimizer, worker)
+    more: dict[str, Any] = {
+        "total_steps": steps,
+        "telemetry": JsonLines(rounds) if worker.first else None,
+    }
+    if options.sharding:
+        make = fully_sharded if options.sharding == "fsdp2" else nodes
+        return make(model, optimizer, method, options, **more)
     return model, ConsensusOptimizer(
-        optimizer,
-        method,
-        model=model,
-        transport=worker.transport,
-        total_steps=steps,
-        telemetry=JsonLines(rounds) if worker.first else None,
+        optimizer, method, model=model, transport=worker.transport, **more
     )
 
 
@@ -165,5 +168,8 @@ def _engine(
     config = json.loads(Path(options.deepspeed_config).read_text())
     config["train_micro_batch_size_per_gpu"] = options.batch_size
     config["consensus"] |= {"total_steps": steps, "telemetry": str(rounds)}
+    if options.sharding:
+        config["zero_optimization"] = {"stage": int(options.sharding.removeprefix("zero"))}
+        config["consensus"]["replica_size"] = options.replica_size
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     return engine, deepspeed.consensus_of(engine)

@@ -12,10 +12,12 @@ from benchmarks.data import DATA_SETS
 from benchmarks.launch import ENGINES
 from benchmarks.models import MODELS, NORMS
 from benchmarks.recipes import recipe
+from benchmarks.sharding import SHARDINGS
 from consensus_opt.state import POLICIES
 
 Number = TypeVar("Number", int, float)
 
+DEEPSPEED_CONFIG = "integrations/launch/deepspeed.json"
 METHODS = (
     *("sync", "local_sgd", "gossip", "dppf"),
     *("post_local", "quadratic_sync", "consensus_control", "dsgd_ac"),
@@ -35,6 +37,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _training(parser)
     _run(parser)
     options = parser.parse_args(arguments)
+    if options.sharding and options.method == "sync":
+        parser.error("--sharding is for replicas that average parameters; choose another --method")
+    if (options.sharding or "").startswith("zero") and not options.deepspeed_config:
+        options.deepspeed_config = DEEPSPEED_CONFIG
     if options.deepspeed_config:
         options.engine = "deepspeed"
         config = json.loads(Path(options.deepspeed_config).read_text())
@@ -134,6 +140,12 @@ def _run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--deepspeed-config", help='DeepSpeed configuration, whose "consensus" block is the method'
+    )
+    group.add_argument(
+        "--sharding", choices=SHARDINGS, help="how replicas of several ranks hold a model"
+    )
+    group.add_argument(
+        "--replica-size", type=positive_int, default=2, help="ranks of a replica, with --sharding"
     )
     group.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # by launchers
 

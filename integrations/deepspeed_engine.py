@@ -115,6 +115,7 @@ class Masters:
         self.gradient_norm: float | None = None
         self._wants_norm = wants_norm
         self._step = engine.step
+        self._beside: dict[str, Any] = {}  # one dict, for a scheduler writes to it and reads it
         self.lr = self._current_lr()
 
     @property
@@ -124,7 +125,8 @@ class Masters:
         if not self._is_stage_3():
             return groups
         masters = list(self.engine.optimizer.fp32_partitioned_groups_flat)
-        return [*groups, {"params": masters, "lr": groups[0]["lr"]}]
+        self._beside.update(params=masters, lr=groups[0]["lr"])
+        return [*groups, self._beside]
 
     @property
     def state(self) -> Any:
