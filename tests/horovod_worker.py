@@ -21,7 +21,9 @@ from torch import Tensor, nn
 import consensus_opt.integrations.horovod as hvd
 from consensus_opt import ConsensusOptimizer, PeerError, StackedTransport, gossip_sgd, local_sgd
 from consensus_opt.topology import topology
+from tests import test_disagreement as disagreement
 from tests import test_parity as parity
+from tests import test_uneven as uneven
 from tests.launchers import attempt, report
 from tests.problems import average_by_hand, flat, loss_of, mlp, random_rows, stacked, train
 
@@ -32,6 +34,7 @@ CHECKS: dict[str, Callable[[], Any]] = {}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MEAN = local_sgd(1)
 TIMEOUT = 30.0
+UNEVEN = ("local_sgd_2", "ring", "one_peer")
 
 
 def main(names: Iterable[str]) -> None:
@@ -263,6 +266,37 @@ def late_peer() -> dict[str, Any]:
             found = {"ranks": error.ranks, "text": str(error), "elastic": elastic}
     hvd.barrier()
     return found
+
+
+@check
+def uneven_data() -> dict[str, Any]:
+    """What each of these methods does where ranks have different numbers of batches."""
+    batches = uneven.BATCHES["all at different steps"]
+    return {
+        **{n: uneven.train_uneven(hvd.rank(), n, batches, timeout=TIMEOUT) for n in UNEVEN},
+        "stop": uneven.stop_with_the_first(hvd.rank(), 1, batches)["stopped"],
+    }
+
+
+@check
+def parted() -> dict[str, Any]:
+    """Rank 1 skips a step; has other parameters; and leaves its loop before the others."""
+    seen: dict[str, Any] = {
+        "skipped": uneven.skip_a_step(hvd.rank(), "local_sgd")[-1],
+        "mismatch": disagreement.add_a_group_alone(hvd.rank())[0],
+        "left": (),
+    }
+    model = mlp()
+    optimizer = ConsensusOptimizer(sgd(model), gossip_sgd("ring"), timeout=TIMEOUT)
+    optimizer.transport.timeout = 2.0  # type: ignore[attr-defined]
+    train(model, optimizer, range(2), hvd.rank())
+    if hvd.rank() != 1:
+        try:
+            train(model, optimizer, range(2, 4), hvd.rank())
+        except PeerError as error:
+            seen["left"] = error.ranks, str(error)
+    hvd.barrier()
+    return seen
 
 
 # ---------------------------------------------------------------------------- Horovod's habits
@@ -649,5 +683,27 @@ def r034() -> dict[str, Any]:
     }
 
 
+def end_on_rank_1(how: str) -> None:
+    """Rank 1 ends the program in its third step; the others report what they see."""
+    torch.set_num_threads(1)
+    hvd.init()
+    model = mlp()
+    optimizer = ConsensusOptimizer(sgd(model), gossip_sgd("ring"), timeout=TIMEOUT)
+    train(model, optimizer, range(2), hvd.rank())
+    if hvd.rank() == 1:
+        report(1, {})
+        if how == "raise":
+            raise KeyError("on purpose")
+        sys.exit(1)
+    try:
+        train(model, optimizer, range(2, 6), hvd.rank())
+    except PeerError as error:
+        report(hvd.rank(), (error.ranks, str(error)))
+        raise
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] in ("exit", "raise"):
+        end_on_rank_1(sys.argv[1])
+    else:
+        main(sys.argv[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from functools import cache
@@ -19,7 +20,8 @@ import torch
 
 from benchmarks import launchers
 from tests import test_parity as parity
-from tests.launchers import launch
+from tests import test_uneven as uneven
+from tests.launchers import launch, launch_loosely
 
 pytestmark = pytest.mark.horovod
 
@@ -33,13 +35,14 @@ HABITS = (
     "synchronize_models",
     "state_only_on_some_ranks",
 )
+PARTING = ("uneven_data", "parted", "late_peer")
 NUMBERS = (14, 15, 16, 18, 19, 20, 22, 23, 24, 26, 27, 28, 30, 31, 32)
 ROWS = tuple(f"r{number:03}" for number in NUMBERS)
 JOBS = {
-    (GLOO, 4): (*ENGINE, *SETS, *HABITS, *ROWS, "late_peer"),
+    (GLOO, 4): (*ENGINE, *SETS, *HABITS, *ROWS, *PARTING),
     (GLOO, 2): (*ENGINE, "r020", "r026"),
     (GLOO, 1): ("r034",),
-    (MPI, 4): (*ENGINE, *SETS, "state_only_on_some_ranks", "r014", "r020", "r022", "late_peer"),
+    (MPI, 4): (*ENGINE, *SETS, "state_only_on_some_ranks", "r014", "r020", "r022", *PARTING),
 }
 EVERYWHERE = [pytest.param(*job, id=f"{job[0]}-{job[1]}") for job in JOBS if job[1] > 1]
 FOUR = [pytest.param(GLOO, 4, id=GLOO), pytest.param(MPI, 4, id=MPI)]
@@ -139,6 +142,37 @@ def test_a_late_peer_is_named_and_elastic_would_recover(kind: str, n: int) -> No
             assert result["ranks"] == (1,)
             assert "rank 1 does not answer" in result["text"]
             assert result["elastic"]
+
+
+@pytest.mark.parametrize(("kind", "n"), FOUR)
+def test_R130_ranks_go_on_without_those_that_ended_and_stop_with_the_first(
+    kind: str, n: int
+) -> None:
+    results, batches = found("uneven_data", kind, n), uneven.BATCHES["all at different steps"]
+    for name in ("local_sgd_2", "ring", "one_peer"):
+        uneven.assert_as_by_hand([result[name] for result in results], name, batches)
+    assert [result["stop"] for result in results] == [[(3, 3), (3, 6)]] * n
+
+
+@pytest.mark.parametrize(("kind", "n"), FOUR)
+def test_R003_R132_ranks_that_part_are_named_with_what_to_do(kind: str, n: int) -> None:
+    for rank, result in enumerate(found("parted", kind, n)):
+        assert "rank 0: step(), rank 1: synchronize()" in result["skipped"]
+        assert "ranks [1] differ from the other 3" in result["mismatch"]
+        if rank != 1:
+            assert result["left"][0] == (1,)
+            assert "'with optimizer.join():' around the loop" in result["left"][1]
+
+
+@pytest.mark.parametrize(("kind", "how"), [(GLOO, "exit"), (MPI, "raise")])
+def test_a_rank_that_ends_ends_the_job_and_others_name_it_as_far_as_they_get(
+    kind: str, how: str
+) -> None:
+    job = launch_loosely(kind, 4, "tests.horovod_worker", [how], timeout=150)
+    assert job.status != 0
+    assert re.search(r"Process name: (\[\[\d+,1\],1\]|1)\s+Exit code:\s+1", job.output)
+    for rank in (0, 2, 3):  # the launcher kills them as soon as it knows
+        assert job.reports[rank] is None or job.reports[rank][0] == (1,)
 
 
 # ---------------------------------------------------------------------------- Horovod's habits
