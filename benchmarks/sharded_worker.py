@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,6 +205,19 @@ def start(setup: str, model: nn.Module, half: bool) -> Training:
     return {"unsharded": unsharded, "fsdp2": fsdp2, "node": node}[setup](model, half)
 
 
+_FSDP = ("consensus_opt.integrations.fsdp",)
+_DEEPSPEED = ("deepspeed", "consensus_opt.integrations.deepspeed")
+_IMPORTED: dict[str, tuple[str, ...]] = {
+    "unsharded": (),
+    "node": (),
+    "fsdp2": _FSDP,
+    **dict.fromkeys(("zero1", "zero2", "zero3"), _DEEPSPEED),
+    "vit": ("transformers.models.vit.modeling_vit",),
+    "resnet50": ("transformers.models.resnet.modeling_resnet",),
+}
+"""What takes memory of its own, which is not counted."""
+
+
 def memory(key: str) -> float:
     """Megabytes that /proc tells: VmRSS now, VmHWM at most since `forget()`."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -219,6 +233,8 @@ def forget() -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train, and say what it took."""
+    for module in _IMPORTED[options.setup] + _IMPORTED.get(options.model, ()):
+        importlib.import_module(module)
     bare = memory("VmRSS")
     whole = options.setup == "unsharded"
     model = build(options.model, options.layers)
