@@ -14,21 +14,25 @@ from typing import SupportsIndex
 import numpy as np
 
 
-def whole(value: SupportsIndex, name: str, example: str = "", least: int = 1) -> int:
-    """Return ``value`` as a plain int of at least ``least``.
+def whole(
+    value: SupportsIndex, name: str, example: str = "", least: int = 1, most: int | None = None
+) -> int:
+    """Return ``value`` as a plain int of at least ``least``, and at most ``most``.
 
     Args:
         value: The number given.
         name: What it is called in the error.
         example: What to write instead.
         least: Smallest number allowed.
+        most: Largest number allowed.
 
     Raises:
         TypeError: If ``value`` is no integer; a bool is none.
-        ValueError: If ``value`` is below ``least``.
+        ValueError: If ``value`` is out of these bounds.
     """
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     message = (
-        f"{name} is {value!r}; it must be an integer of at least {least}; "
+        f"{name} is {value!r}; it must be an integer {bounds}; "
         f"write {example or f'{least} or more'}"
     )
     try:
@@ -37,9 +41,23 @@ def whole(value: SupportsIndex, name: str, example: str = "", least: int = 1) ->
         raise TypeError(message) from error
     if isinstance(value, bool):
         raise TypeError(message)
-    if number < least:
+    if number < least or (most is not None and number > most):
         raise ValueError(message)
     return number
+
+
+def real(value: object, message: str) -> float:
+    """Return ``value`` as a plain float.
+
+    Raises:
+        TypeError: With ``message``, if ``value`` is no real number; a bool is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(message)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def positive(value: object, name: str, example: str) -> float:
@@ -50,13 +68,22 @@ def positive(value: object, name: str, example: str) -> float:
         ValueError: If ``value`` is not finite, or not above 0.
     """
     message = f"{name} is {value!r}; it must be a finite number above 0; write {example}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(message)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = real(value, message)
     if not 0 < number < math.inf:
+        raise ValueError(message)
+    return number
+
+
+def not_negative(value: object, name: str, example: str) -> float:
+    """Return ``value`` as a plain float of at least 0; infinity is one.
+
+    Raises:
+        TypeError: If ``value`` is no real number; a bool is none.
+        ValueError: If ``value`` is below 0 or not a number.
+    """
+    message = f"{name} is {value!r}; it must be a number of at least 0; write {example}"
+    number = real(value, message)
+    if not number >= 0:
         raise ValueError(message)
     return number
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from consensus_opt.checks import whole_field
 from consensus_opt.distance import Distance, Sketch, of_squares
 from consensus_opt.mixing import Matrix
-from consensus_opt.targets import OfReference, Target
+from consensus_opt.targets import OfReference, Target, as_target
 
 Memory = dict[str, float]
 """What a control remembers from round to round."""
@@ -153,6 +153,7 @@ class KeepBelow:
 
     Raises:
         ValueError: If ``during`` is no part of training, or ``at_least`` has no time left.
+        TypeError: If a target or the meter is of another kind.
     """
 
     target: Target
@@ -164,6 +165,13 @@ class KeepBelow:
     def __post_init__(self) -> None:
         whole_field(self, "most", "consensus_control('ring', most=16)")
         object.__setattr__(self, "during", _part(self.during))
+        if not isinstance(self.meter, Sketch):
+            raise TypeError(
+                f"the meter is {self.meter!r}; it must be a Sketch; write meter=Sketch(512)"
+            )
+        object.__setattr__(self, "target", as_target(self.target))
+        if self.at_least is not None:
+            object.__setattr__(self, "at_least", as_target(self.at_least))
         if self.at_least is not None and self.during[1] == 1.0:
             raise ValueError(
                 f"during is {self.during!r} and at_least is {self.at_least!r}, which counts after "

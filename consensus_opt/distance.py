@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from consensus_opt.checks import whole_field
+from consensus_opt.checks import real, whole_field
 from consensus_opt.mixing import Matrix, Spectrum
 from consensus_opt.transport import SoloTransport, Transport, arithmetic_dtype, total
 
@@ -103,11 +103,13 @@ class Sketch:
                 f"a sketch has {self.values!r} values; it must be a power of two from 16 to 65536; "
                 f"write {example}"
             )
+        wrong = (
+            f"a sketch looks at the fraction {self.fraction!r} of the parameters; it must be 1 or "
+            "a half of it, halved up to five times; write Sketch(fraction=1/8)"
+        )
+        object.__setattr__(self, "fraction", real(self.fraction, wrong))
         if self.fraction not in {0.5**k for k in range(7)}:
-            raise ValueError(
-                f"a sketch looks at the fraction {self.fraction!r} of the parameters; it must be 1 "
-                "or a half of it, halved up to five times; write Sketch(fraction=1/8)"
-            )
+            raise ValueError(wrong)
 
     def measure(
         self,

@@ -65,8 +65,9 @@ class Guard:
         if self._has_peers and os.getpid() != self._pid:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from rank {rank} (process {self._pid}), whose "
-                "connections to the other ranks it cannot use; call step(), averaged() and "
-                "synchronize() in the process that made the optimizer"
+                "connections to the other ranks it cannot use; in a data-loader worker read data, "
+                "and call step(), averaged() and synchronize() in the process that made the "
+                "optimizer"
             )
         if self._broken is not None:
             cause, ranks = self._broken

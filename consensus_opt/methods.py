@@ -173,7 +173,7 @@ def consensus_control(
         accelerated = isinstance(graph, Undirected)
     limit = GradientNorm() if target is None else as_target(target)
     floor = None if at_least is None else as_target(at_least)
-    control = KeepBelow(limit, during, most, meter or Sketch(), floor)
+    control = KeepBelow(limit, during, most, Sketch() if meter is None else meter, floor)
     return Method(Every(period), Gossip(graph, accelerated), control=control, state=state)
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from consensus_opt.checks import positive, whole_field
+from consensus_opt.checks import not_negative, positive, real, whole_field
 
 
 @runtime_checkable
@@ -115,7 +115,8 @@ class LrPower:
             number = positive(getattr(self, field), field, "LrPower(reference=0.1, power=3.0)")
             object.__setattr__(self, field, number)
         whole_field(self, "start", "LrPower(reference=0.1, start=1000)", least=0)
-        if self.least != 0.0 and positive(self.least, "least", "least=0.0") > 1.0:
+        object.__setattr__(self, "least", not_negative(self.least, "least", "least=0.01"))
+        if self.least > 1.0:
             raise ValueError(
                 f"least is {self.least!r}; it must lie in [0, 1]; write LrPower(0.1, least=0.01)"
             )
@@ -155,12 +156,12 @@ def schedule(value: float | Schedule, shape: str = "constant") -> Schedule:
         )
     if isinstance(value, Schedule):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"a schedule's value must be a number or a Schedule, and is {value!r}; "
-            "write 0.5 or consensus_opt.schedules.Linear(0.5)"
-        )
-    made: Schedule = SHAPES[shape](float(value))
+    number = real(
+        value,
+        f"a schedule's value must be a number or a Schedule, and is {value!r}; "
+        "write 0.5 or consensus_opt.schedules.Linear(0.5)",
+    )
+    made: Schedule = SHAPES[shape](number)
     return made
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from consensus_opt.agreement import Header
+from consensus_opt.flat import local
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -68,10 +69,11 @@ def checksum(parameters: Sequence[Tensor]) -> int:
     """Return a sum of the bits of all values, which is hardly ever the same for others; not 0."""
     total = 0
     for parameter in parameters:
-        value = parameter.detach()
+        value = local(parameter.detach())
         value = torch.view_as_real(value) if value.is_complex() else value
-        bits = value.contiguous().view(_INTEGERS[value.element_size()])
-        total += int(bits.sum(dtype=torch.int64))
+        bits = value.contiguous().view(_INTEGERS[value.element_size()]).view(-1)
+        # In parts, because each is copied to 64 bits before it is summed.
+        total += sum(int(p.sum(dtype=torch.int64)) for p in torch.split(bits, 1 << 17))
     return total % ((1 << 52) - 1) + 1
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from consensus_opt.checks import not_negative, real
 from consensus_opt.distance import Distance
 from consensus_opt.telemetry import RoundRecord
 
@@ -44,7 +45,8 @@ class Constant:
     uses_gradients = False
 
     def __post_init__(self) -> None:
-        _check(self.value, "the target distance", "consensus_control('ring', target=0.5)")
+        example = "consensus_control('ring', target=0.5)"
+        object.__setattr__(self, "value", not_negative(self.value, "the target distance", example))
 
     def at(
         self, step: int, total: int | None, measured: Distance, memory: dict[str, float]
@@ -73,8 +75,9 @@ class GradientNorm:
     uses_gradients = True
 
     def __post_init__(self) -> None:
-        _check(self.rho, "rho", "GradientNorm(rho=0.25)")
-        if not 0.0 <= self.decay < 1.0:
+        object.__setattr__(self, "rho", not_negative(self.rho, "rho", "GradientNorm(rho=0.25)"))
+        object.__setattr__(self, "decay", not_negative(self.decay, "the decay of phi", "0.99"))
+        if self.decay >= 1.0:
             raise ValueError(
                 f"the decay of phi is {self.decay!r}; it must lie in [0, 1); write 0.99"
             )
@@ -108,7 +111,9 @@ class OfReference:
     uses_gradients = False
 
     def __post_init__(self) -> None:
-        _check(self.fraction, "the fraction of Xi_max", "OfReference.load(0.5, 'reference.json')")
+        example = "OfReference.load(0.5, 'reference.json')"
+        number = not_negative(self.fraction, "the fraction of Xi_max", example)
+        object.__setattr__(self, "fraction", number)
 
     @classmethod
     def load(cls, fraction: float, path: str | Path) -> OfReference:
@@ -136,12 +141,11 @@ def as_target(target: float | Target) -> Target:
     """
     if isinstance(target, Target) and not isinstance(target, type):
         return target
-    if isinstance(target, bool) or not isinstance(target, (int, float)):
-        raise TypeError(
-            f"the target is {target!r}; it must be a number or a target; write "
-            "consensus_control('ring', target=0.5) or target=GradientNorm(rho=0.25)"
-        )
-    return Constant(float(target))
+    message = (
+        f"the target is {target!r}; it must be a number or a target; write "
+        "consensus_control('ring', target=0.5) or target=GradientNorm(rho=0.25)"
+    )
+    return Constant(real(target, message))
 
 
 class Recorder:
@@ -179,8 +183,3 @@ class Recorder:
             if phase["start"] < progress <= phase["end"]:
                 phase["largest"] = max(phase["largest"] or 0.0, record.distance)
         self._path.write_text(json.dumps({"phases": self._phases}), encoding="utf-8")
-
-
-def _check(value: float, name: str, example: str) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0; write {example}")

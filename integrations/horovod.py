@@ -141,13 +141,9 @@ class DistributedOptimizer(ConsensusOptimizer):
             self._initialization = initialization()
         return super()._connected()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _communicate(self, *arguments: Any) -> None:
-        if not (self._may_lack_state() and _horovod_fills_state()):
-            super()._communicate(*arguments)
-
-    def _may_lack_state(self) -> bool:
-        return self.clock == 0 or len(self.state) == 0
+    def _only_fills_state(self) -> bool:
+        may_lack_state = self.clock == 0 or len(self.state) == 0
+        return super()._only_fills_state() or (may_lack_state and _horovod_fills_state())
 
 
 def _horovod_fills_state() -> bool:

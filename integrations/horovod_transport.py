@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from consensus_opt.checks import seconds
+from consensus_opt.checks import seconds, whole
 from consensus_opt.errors import PeerError
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.shared import HalfMean, RollCall, failure
@@ -253,9 +253,5 @@ def _check(process_set: Any, timeout: float, chunk_bytes: int) -> None:
             f"{process_set.ranks}; make the transport only on these, or pass a set with this rank"
         )
     seconds(timeout)
-    most = (2**31 - 1) // process_set.size()
-    if not 1 <= chunk_bytes <= most:
-        raise ValueError(
-            f"chunk_bytes must be from 1 to {most} bytes for {process_set.size()} ranks, because "
-            f"Horovod counts them in 31 bits, and is {chunk_bytes!r}; write chunk_bytes=8 << 20"
-        )
+    most = (2**31 - 1) // process_set.size()  # Horovod counts in 31 bits
+    whole(chunk_bytes, "chunk_bytes", "chunk_bytes=8 << 20", most=most)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from consensus_opt.checks import flag, seconds
+from consensus_opt.checks import flag, seconds, whole
 from consensus_opt.exchange import Message, PointToPoint
 from consensus_opt.integrations.mpi_process import (
     MPI,
@@ -82,7 +82,7 @@ class MPITransport(PointToPoint):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._pid = os.getpid()
         self._talk_over(comm)
-        self._may_call()
+        check_thread()
         duplicate, request = self._comm.Idup()
         self.complete([request])
         duplicate.Set_errhandler(MPI.ERRORS_RETURN)
@@ -98,12 +98,12 @@ class MPITransport(PointToPoint):
 
     def start_sum(self, wire: Tensor) -> MPI.Request:
         """Start to replace a tensor on the CPU by its sum."""
-        self._may_call()
+        check_thread()
         return self._comm.Iallreduce(MPI.IN_PLACE, wire.numpy())
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start point-to-point messages."""
-        self._may_call()
+        check_thread()
         staged: dict[int, Tensor] = {}
         requests, landings = [], []
         for peer, target in receives:
@@ -119,7 +119,7 @@ class MPITransport(PointToPoint):
 
     def broadcast(self, flat: Tensor, source: int = 0) -> None:
         """Send rank ``source``'s bytes to all, in chunks."""
-        self._may_call()
+        check_thread()
         for chunk in torch.split(flat.view(torch.uint8), self.chunk_bytes):
             wire = chunk if chunk.device.type == "cpu" else _room(chunk, fill=True)
             self.complete([self._comm.Ibcast([wire.numpy(), MPI.BYTE], source)])
@@ -127,7 +127,7 @@ class MPITransport(PointToPoint):
 
     def gather(self, values: Tensor) -> Tensor:
         """All-gather the values, in chunks."""
-        self._may_call()
+        check_thread()
         own = values.detach().cpu().contiguous()
         data = own.view(torch.uint8).view(-1)
         rows = data.new_empty((self.size, data.numel()))
@@ -174,15 +174,6 @@ class MPITransport(PointToPoint):
     def _talk_over(self, comm: MPI.Intracomm) -> None:
         self._comm, self._tokens = comm, _Tokens(comm)
         self._roll_call = _RollCall(self._tokens, self.rank, self.size, self.timeout)
-
-    def _may_call(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self.rank} (process {self._pid}), "
-                "and MPI works only in the latter; in a data-loader worker read data, and call "
-                "step(), averaged() and synchronize() in the process that started the worker"
-            )
-        check_thread()
 
     def _is_direct(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" or self.gpu_aware
@@ -326,8 +317,4 @@ def _check(comm: Any, timeout: float, chunk_bytes: int, most: int) -> None:
             "MPITransport(MPI.COMM_WORLD), or merge an inter-communicator with comm.Merge()"
         )
     seconds(timeout)
-    if not 1 <= chunk_bytes <= most:
-        raise ValueError(
-            f"chunk_bytes must be from 1 to {most} bytes, to which MPI counts, and is "
-            f"{chunk_bytes!r}; write chunk_bytes=8 << 20"
-        )
+    whole(chunk_bytes, "chunk_bytes", "chunk_bytes=8 << 20", most=most)  # to which MPI counts

@@ -17,6 +17,7 @@ from consensus_opt import (
     Method,
     MixingMatrix,
     StackedTransport,
+    consensus_control,
     dppf,
     dsgd_ac,
     gossip_sgd,
@@ -24,7 +25,10 @@ from consensus_opt import (
     post_local,
     quadratic_sync,
 )
+from consensus_opt.control import KeepBelow
+from consensus_opt.distance import Sketch
 from consensus_opt.schedules import Linear
+from consensus_opt.targets import GradientNorm, OfReference
 from consensus_opt.topology import FromMatrix
 from tests.problems import Case, assert_says
 
@@ -51,6 +55,11 @@ METHODS: dict[str, Case] = {
         lambda: dsgd_ac("ring", lr_reference="0.1"),  # type: ignore[arg-type]
         TypeError,
         "reference is '0.1' | a finite number above 0 | LrPower(reference=0.1",
+    ),
+    "least below 0": (
+        lambda: dsgd_ac("ring", 0.1, least=-0.5),
+        ValueError,
+        "least is -0.5 | at least 0 | least=0.01",
     ),
     "least above 1": (
         lambda: dsgd_ac("ring", 0.1, least=2.0),
@@ -146,6 +155,63 @@ METHODS: dict[str, Case] = {
         "pull is 0.1 | a Schedule | dppf(alpha=0.1",
     ),
 }
+CONTROLS: dict[str, Case] = {
+    "rho of a flag": (
+        lambda: GradientNorm(True),
+        TypeError,
+        "rho is True | at least 0 | GradientNorm(rho=0.25",
+    ),
+    "rho in words": (
+        lambda: GradientNorm("0.25"),  # type: ignore[arg-type]
+        TypeError,
+        "rho is '0.25' | at least 0 | GradientNorm(rho=0.25",
+    ),
+    "decay of one": (
+        lambda: GradientNorm(decay=1.0),
+        ValueError,
+        "decay of phi is 1.0 | [0, 1) | write 0.99",
+    ),
+    "fraction of Xi_max in words": (
+        lambda: OfReference("1/2", ()),  # type: ignore[arg-type]
+        TypeError,
+        "fraction of Xi_max is '1/2' | at least 0 | OfReference.load(0.5",
+    ),
+    "target nan": (
+        lambda: consensus_control("ring", target=math.nan),
+        ValueError,
+        "target distance is nan | at least 0 | target=0.5",
+    ),
+    "target in words": (
+        lambda: KeepBelow("phi"),  # type: ignore[arg-type]
+        TypeError,
+        "target is 'phi' | a number or a target | GradientNorm(rho=0.25)",
+    ),
+    "floor in words": (
+        lambda: consensus_control("ring", at_least="phi"),  # type: ignore[arg-type]
+        TypeError,
+        "target is 'phi' | a number or a target | GradientNorm(rho=0.25)",
+    ),
+    "meter of a number": (
+        lambda: consensus_control("ring", meter=512),  # type: ignore[arg-type]
+        TypeError,
+        "meter is 512 | a Sketch | meter=Sketch(512)",
+    ),
+    "meter of nothing": (
+        lambda: consensus_control("ring", meter=0),  # type: ignore[arg-type]
+        TypeError,
+        "meter is 0 | a Sketch | meter=Sketch(512)",
+    ),
+    "fraction of a sketch in words": (
+        lambda: Sketch(fraction="1/8"),  # type: ignore[arg-type]
+        TypeError,
+        "fraction '1/8' | 1 or a half of it | Sketch(fraction=1/8)",
+    ),
+    "a third of the parameters": (
+        lambda: Sketch(fraction=1 / 3),
+        ValueError,
+        "0.333 | 1 or a half of it | Sketch(fraction=1/8)",
+    ),
+}
 TOPOLOGIES: dict[str, Case] = {
     "unknown name": (
         lambda: gossip_sgd("rign"),
@@ -203,7 +269,7 @@ TOPOLOGIES: dict[str, Case] = {
         "column 0 | must sum to 1 | on the diagonal",
     ),
 }
-CASES = {**METHODS, **TOPOLOGIES}
+CASES = {**METHODS, **CONTROLS, **TOPOLOGIES}
 
 
 @pytest.mark.parametrize("case", CASES)

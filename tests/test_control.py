@@ -611,7 +611,7 @@ def test_negative_targets_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan])
 def test_an_average_that_never_moves_is_refused(decay: float) -> None:
-    with pytest.raises(ValueError, match=r"decay of phi is .* \[0, 1\); write 0.99"):
+    with pytest.raises(ValueError, match=r"decay of phi is .*; write 0.99"):
         GradientNorm(decay=decay)
 
 

@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 def conv_net(channels: int = 4) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(1, channels, 3),
+        nn.Conv2d(1, channels, 3, bias=False),  # BatchNorm leaves a bias nothing but rounding
         nn.BatchNorm2d(channels),
         nn.ReLU(),
         nn.Conv2d(channels, 4, 3, stride=2),
