@@ -141,7 +141,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lr", type=positive, help="highest learning rate, if not that of the task")
     add("--kept", action="store_true", help="show all that the file holds, and make no run")
     add("--jobs", type=positive_int, default=1, help="runs at a time, each on one core")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.kept and not read(options.json):
+        parser.error(
+            f"--kept shows the runs that a file holds, and {options.json} holds none; leave --kept "
+            "out to make runs, or write --json benchmarks/results/control.json"
+        )
+    return options
 
 
 if __name__ == "__main__":

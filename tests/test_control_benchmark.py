@@ -93,6 +93,11 @@ def test_runs_are_kept_extended_and_shown(
     after = {run["name"]: run for run in json.loads(file.read_text())["runs"]}
     assert after == before  # seconds among it: nothing ran again
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    kept = file.read_bytes()
+    assert control.main([f"--json={file}", "--kept"]) == 0
+    assert file.read_bytes() == kept
+    assert "Xi_max/8" in capsys.readouterr().out
 
     ring, held = before["ring"], before["Xi_max/8, first half"]
     steps = 1437 // 64
@@ -104,6 +109,14 @@ def test_runs_are_kept_extended_and_shown(
     assert (step, target) == (control_runs.EVERY, pytest.approx(limit, rel=1e-3))
     assert distance <= 1.05 * limit
     assert exchanges > 1
+
+
+def test_to_show_kept_runs_there_have_to_be_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        control.main([f"--json={tmp_path / 'none.json'}", "--kept"])
+    assert "holds none; leave --kept out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_table_compares_seeds_in_common() -> None:
