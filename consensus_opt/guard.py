@@ -20,15 +20,21 @@ _IN_ORDER = (RankMismatchError, EndOfDataError, TypeError, ValueError)
 
 
 class Guard:
-    """Watches over the calls that go through one transport.
+    """Watches over the calls that go through an optimizer's transports.
 
     Args:
-        transport: Stacked workers and a single one have no peers, and may break off as they like.
+        transport: The way to the other workers.
+        shards: The way to the other pieces of this replica.
+
+    Stacked workers and a single one have no peers, and may break off as they like.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._has_peers = transport.size > 1 and not transport.batch
-        self._transport, self._pid = transport, os.getpid()
+    def __init__(self, transport: Transport, shards: Transport) -> None:
+        self._ways = [way for way in (transport, shards) if way.size > 1 and not way.batch]
+        self._rank, self._pid = transport.rank, os.getpid()
+        self._again = "write optimizer.transport = TorchTransport()"
+        if shards.size > 1:
+            self._again = "write optimizer.connect(TorchTransport(...), shards=TorchTransport(...))"
         self._lock = threading.RLock()
         self._broken: tuple[str, tuple[int, ...]] | None = None
 
@@ -52,29 +58,29 @@ class Guard:
         except _IN_ORDER:
             raise
         except BaseException as error:
-            if self._has_peers and self._broken is None:
+            if self._ways and self._broken is None:
                 text = f"{type(error).__name__} {error}".strip().split("\n")[0]
                 self._broken = text, getattr(error, "ranks", ())
-                self._transport.abandon()
+                for way in self._ways:
+                    way.abandon()
             raise
         finally:
             self._lock.release()
 
     def _check(self) -> None:
-        rank = self._transport.rank
-        if self._has_peers and os.getpid() != self._pid:
+        if self._ways and os.getpid() != self._pid:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {rank} (process {self._pid}), whose "
-                "connections to the other ranks it cannot use; in a data-loader worker read data, "
-                "and call step(), averaged() and synchronize() in the process that made the "
+                f"process {os.getpid()} was forked from rank {self._rank} (process {self._pid}), "
+                "whose connections to the other ranks it cannot use; in a data-loader worker read "
+                "data, and call step(), averaged() and synchronize() in the process that made the "
                 "optimizer"
             )
         if self._broken is not None:
             cause, ranks = self._broken
             raise PeerError(
-                f"an earlier call of rank {rank} broke off in the middle ({cause}), so its "
+                f"an earlier call of rank {self._rank} broke off in the middle ({cause}), so its "
                 "messages and those of the other ranks no longer match, and parameters may be half "
                 "averaged; start all ranks again from the last checkpoint, or load it and give all "
-                "of them a new transport: optimizer.transport = TorchTransport()",
+                f"of them a new transport: {self._again}",
                 ranks,
             )

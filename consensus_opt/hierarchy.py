@@ -80,6 +80,10 @@ class HierarchicalTransport(Transport):
         first: Tensor = self.inside.gather(rows.flatten())[0]
         return first.view_as(rows)
 
+    def of_worker(self, values: Tensor) -> Tensor:
+        """Return the mean of a handful of values over the ranks of this node."""
+        return self.inside.gather(values).mean(0)
+
     def give_up(self, reason: str) -> NoReturn:
         """Leave the round towards counterparts and the node."""
         self.inside.abandon()

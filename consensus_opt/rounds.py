@@ -62,8 +62,8 @@ class Rounds(Meeting):
         self.method.average.validate(transport.size)
         self.method.control.validate(self.total_steps)
         self.transport, self._met = transport, False
-        self.guard = Guard(transport)
         self.shards = shards or self.shards
+        self.guard = Guard(transport, self.shards)
         self.pieces = self.shards.size
         self._count(transport.size)
         self._let_count(range(transport.size))
@@ -294,8 +294,8 @@ class Rounds(Meeting):
         if self.transport.size > 1:
             self._meet("mean_of()")
         own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
-        own = total(own.expand(self.transport.batch).unsqueeze(-1), self.shards) / self.pieces
-        return float(self.transport.gather(own).mean())
+        own = self.transport.of_worker(own.expand(self.transport.batch).unsqueeze(-1))
+        return float(self.transport.gather(total(own, self.shards) / self.pieces).mean())
 
     def _collect(
         self, operation: str | None, parameters: Sequence[Tensor], buffers: Sequence[Tensor]

@@ -88,6 +88,10 @@ class Transport(ABC):
         from it: this is how ranks agree (contract C3).
         """
 
+    def of_worker(self, values: Tensor) -> Tensor:
+        """Return the mean of a handful of values over the ranks that are one worker together."""
+        return values
+
     def mean(self, flat: Tensor) -> None:
         """Run :meth:`start_mean` to its end."""
         self.start_mean(flat, flat).wait()

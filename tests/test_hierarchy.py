@@ -54,6 +54,7 @@ def train(rank: int) -> dict[str, Any]:
         with optimizer.averaged():
             mean = flat(model)
         found[name] = own, mean, optimizer.bytes_sent, optimizer.consensus_distance()
+        assert optimizer.mean_of(float(rank)) == 1.5  # of all ranks, and not of a node's first
     return found
 
 

@@ -110,12 +110,14 @@ def run(workers: Workers, method: Method, transport: Transport, **options: Any) 
     return found | {"synchronized": workers.vector()}
 
 
-def groups(across: int, inside: int, rank: int) -> tuple[Transport, Transport]:
+def groups(
+    across: int, inside: int, rank: int, kind: type[TorchTransport] = TorchTransport
+) -> tuple[TorchTransport, TorchTransport]:
     """The same piece elsewhere, and the other pieces here; ranks of a replica follow each other."""
     replica, piece = divmod(rank, inside)
     same_piece = dist.new_group([r * inside + piece for r in range(across)], **LOCAL)
     pieces = dist.new_group([replica * inside + s for s in range(inside)], **LOCAL)
-    return TorchTransport(same_piece, timeout=5), TorchTransport(pieces, timeout=5)
+    return TorchTransport(same_piece, timeout=5), kind(pieces, timeout=5)
 
 
 LOCAL = {"use_local_synchronization": True}
@@ -324,6 +326,39 @@ def test_a_dead_piece_is_noticed_by_every_rank(method: Method) -> None:
     outcomes = run_ranks_loosely(4, die, method, lost=[3])
     assert not any(isinstance(outcome, RankFailed) for outcome in outcomes[:3]), outcomes
     assert all("does not answer" in text or "do not answer" in text for text, _ in outcomes[:3])
+
+
+class Interrupted(TorchTransport):
+    """Ctrl-C at the first word to the other pieces after ``armed``."""
+
+    armed = False
+
+    def gather(self, values: Tensor) -> Tensor:
+        if self.armed:
+            raise KeyboardInterrupt
+        return super().gather(values)
+
+
+def interrupt(rank: int) -> list[str]:
+    transport, shards = groups(2, 2, rank, Interrupted if rank == 3 else TorchTransport)
+    workers = Workers([transport.rank], *((0, 500) if rank % 2 == 0 else (500, WIDTH)))
+    optimizer = workers.optimizer(dppf(period=1), transport, shards=shards)
+    workers.train(optimizer, range(2))
+    if isinstance(shards, Interrupted):
+        shards.armed = True
+    said = []
+    for _ in range(2):
+        with pytest.raises((KeyboardInterrupt, PeerError)) as raised:
+            workers.train(optimizer, [2])
+        said.append(f"{raised.type.__name__} {raised.value}")
+    return said
+
+
+def test_after_ctrl_c_between_pieces_no_rank_hangs_and_the_next_call_is_refused() -> None:
+    outcomes = run_ranks(4, interrupt)
+    assert outcomes[3][0] == "KeyboardInterrupt "
+    assert all("not answer" in first for first, _ in outcomes[:3]), outcomes
+    assert all("write optimizer.connect(" in second for _, second in outcomes), outcomes
 
 
 def vector(optimizer: ConsensusOptimizer) -> Tensor:
