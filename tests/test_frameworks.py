@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import launchers
 from consensus_opt import StackedTransport, local_sgd
 from consensus_opt.integrations import workers
 from tests.launchers import launch
@@ -123,6 +124,37 @@ def test_under_accelerate_an_overflow_holds_the_scheduler_back_and_no_round(two:
     assert second["rates"] == pytest.approx([0.1 * 0.25**k for k in (1, 1, 2, 3)])
     assert first["rounds"] == second["rounds"] == 2
     assert same(first["end"], second["end"])
+
+
+SCRIPT = """
+import torch
+from consensus_opt import local_sgd
+from consensus_opt.integrations.accelerate import Accelerator
+
+accelerator = Accelerator(method=local_sgd(2))
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(4):
+    accelerator.backward(model(torch.full((3, 2), 1.0 + accelerator.process_index)).sum())
+    optimizer.step()
+weights = tuple(model.weight.flatten().tolist())
+print("worker", accelerator.process_index, optimizer.optimizer.rounds, *weights)
+"""
+
+
+def test_accelerate_launch_starts_workers_on_cpus(tmp_path: Path) -> None:
+    """Several processes on CPUs are started through mpirun, with a file of hosts."""
+    hosts, script = tmp_path / "hosts", tmp_path / "script.py"
+    hosts.write_text("localhost slots=2\n")
+    script.write_text(SCRIPT)
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
+    line += ["--num_machines=1", f"--mpirun_hostfile={hosts}", "--main_process_ip=127.0.0.1"]
+    line += [f"--main_process_port={launchers.free_port()}", str(script)]
+    run = launchers.execute(line, 120, {"PYTHONPATH": str(launchers.ROOT)})
+    assert run.status == 0, run.output
+    told = sorted(line.split() for line in run.output.splitlines() if line.startswith("worker"))
+    assert [words[1:3] for words in told] == [["0", "2"], ["1", "2"]]
+    assert told[0][3:] == told[1][3:]
 
 
 def test_R098_R103_accelerate_around_the_wrapper_around_another_reaches_the_innermost(
