@@ -304,6 +304,30 @@ def test_a_piece_that_fell_back_joins_the_others() -> None:
     assert [clock for clock, _ in outcomes] == [[4]] * 4
 
 
+def uneven(rank: int, cuts: tuple[int, ...]) -> dict[str, tuple[Tensor, int]]:
+    """Two workers, the second of which has half of the batches, each in as many pieces as cuts."""
+    found = {}
+    for name in ("local_sgd", "ring", "momentum_too"):
+        for mode in ("continue", "stop"):
+            transport, shards = groups(2, len(cuts) - 1, rank)
+            worker, piece = divmod(rank, len(cuts) - 1)
+            workers = Workers([worker], *cuts[piece : piece + 2])
+            optimizer = workers.optimizer(METHODS[name], transport, shards=shards)
+            with optimizer.join(mode):
+                workers.train(optimizer, range(STEPS - 3 * worker))
+            found[f"{name} {mode}"] = workers.vector(), optimizer.clock
+    return found
+
+
+def test_workers_in_pieces_may_have_different_numbers_of_batches() -> None:
+    pieces, whole = run_ranks(4, uneven, (0, 301, WIDTH)), run_ranks(2, uneven, (0, WIDTH))
+    for worker in range(2):
+        for name, (vector, clock) in whole[worker].items():
+            parts = [found[name] for found in pieces[2 * worker : 2 * worker + 2]]
+            torch.testing.assert_close(torch.cat([part for part, _ in parts]), vector)
+            assert [c for _, c in parts] == [clock] * 2
+
+
 def die(rank: int, method: Method) -> tuple[str, float]:
     transport, shards = groups(2, 2, rank)
     workers = Workers([transport.rank], *((0, 500) if rank % 2 == 0 else (500, WIDTH)))
