@@ -128,6 +128,24 @@ def pieces_overflow(folder: Path) -> dict[str, Any]:
 
 
 @check
+def pieces_uneven(folder: Path) -> dict[str, Any]:
+    """The second replica has two batches, the first one four."""
+    results = {}
+    for stage in (0, 1, 3):
+        engine = make(stage)
+        consensus = consensus_of(engine)
+        with consensus.join():
+            train(engine, range(4 - rank() // 2 * 2))
+        results[str(stage)] = {
+            "clock": consensus.clock,
+            "rounds": consensus.rounds,
+            "whole": whole(engine),
+            "agree": rounded(engine),
+        }
+    return results
+
+
+@check
 def pieces_saved(folder: Path) -> dict[str, Any]:
     """Save after 3 of 6 steps, with a round due after 4: resumed, the same bits as without."""
     results = {}

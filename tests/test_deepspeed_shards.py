@@ -36,7 +36,7 @@ METHODS: dict[str, Method] = {
 }
 CHECKS = [
     *("pieces", "piece_methods", "pieces_clip", "pieces_overflow", "pieces_saved"),
-    *("pieces_partly_trained", "pieces_beside_others"),
+    *("pieces_uneven", "pieces_partly_trained", "pieces_beside_others"),
 ]
 KINDS = [f"{s}-{d}" for s in range(4) for d in ("fp32", "bf16")] + ["2-fp16", "3-fp16"]
 Reports = list[dict[str, Any]]
@@ -92,6 +92,21 @@ def check(found: list[dict[str, Any]], expected: list[Tensor], rtol: float = 1e-
         assert result["restored"]
     assert found[0]["path"] == found[1]["path"]
     assert found[0]["distance"] == found[3]["distance"]
+
+
+@engine
+def test_a_replica_may_run_out_of_data_before_the_other(four: Reports) -> None:
+    """Two steps and a mean of both, two steps of the first alone: then all have its weights."""
+    found = [rank["pieces_uneven"] for rank in four]
+    assert all(
+        (r["clock"], r["rounds"], r["agree"]) == (4, 2, True) for f in found for r in f.values()
+    )
+    for stage in found[0]:
+        assert all(rank[stage]["whole"] == found[0][stage]["whole"] for rank in found)
+        whole = torch.tensor(found[0][stage]["whole"])
+        torch.testing.assert_close(
+            whole, torch.tensor(found[0]["0"]["whole"]), rtol=1e-5, atol=1e-6
+        )
 
 
 @engine
