@@ -266,6 +266,25 @@ def test_mixed_precision_moves_the_fp32_pieces(four: list[dict[str, Any]]) -> No
     check([r["bf16"] for r in four], Oracle("sgd", METHODS["dppf"], half=True).train(), rtol=2e-2)
 
 
+def uneven(rank: int) -> tuple[dict[str, Tensor], float, int]:
+    """The second replica has two batches, the first one four."""
+    mesh = mesh_of_four()
+    model = sharded(mesh)
+    optimizer = fsdp.consensus(
+        model, OPTIMIZERS["sgd"](groups_of(model)), local_sgd(2), mesh, timeout=20
+    )
+    with optimizer.join():
+        train(model, optimizer, rank, range(4 - rank // 2 * 2))
+    return whole(model), loss(model, 0, 9).item(), optimizer.clock
+
+
+def test_a_replica_may_run_out_of_data_before_the_other() -> None:
+    found = run_ranks(4, uneven, timeout=120)
+    for parameters, after, clock in found:
+        assert same(parameters, found[0][0])
+        assert (after, clock) == (found[0][1], 4)
+
+
 # -------------------------------------------------------------------------- checkpoints
 
 
